@@ -1,0 +1,38 @@
+// CPU implementations, for tables on the CPU. The schemas are in graphed_sampling/ops.py.
+#include <cstring>
+
+#include "scatter_checks.h"
+#include "scatter_segments.h"
+#include "torch_compat.h"
+
+namespace graphed_sampling {
+namespace {
+
+void scatter_segments(const Tensor& params, const Tensor& state, const Tensor& tables,
+                      const Tensor& packet, int64_t num_segments, int64_t num_words) {
+  const ScatterTargets targets =
+      check_scatter(params, state, tables, packet, num_segments, num_words);
+  const auto* descriptor = static_cast<const uint32_t*>(packet.const_data_ptr());
+  const uint32_t* payload = descriptor + num_segments * kDescriptorWords;
+  for (int64_t i = 0; i < num_segments; ++i, descriptor += kDescriptorWords) {
+    const uint32_t target = descriptor[0] & 3;
+    const uint64_t start = descriptor[0] >> 2;
+    const uint64_t length = descriptor[1];
+    const uint64_t offset = uint64_t{descriptor[3]} << 32 | descriptor[2];
+    STD_TORCH_CHECK(target < ScatterTargets::kCount && start + length <= uint64_t(num_words),
+                    "scatter_segments: descriptor ", i, " is malformed");
+    const auto size = static_cast<uint64_t>(targets.length[target]);
+    STD_TORCH_CHECK(length <= size && offset <= size - length, "scatter_segments: descriptor ", i,
+                    " points outside its target");
+    if (length > 0) {  // memcpy must not see the null pointer of an empty target
+      std::memcpy(targets.data[target] + offset, payload + start, length * sizeof(uint32_t));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace graphed_sampling
+
+STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
+  library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
+}
