@@ -31,7 +31,6 @@ constexpr int kLaneWords = 4;
 // Warps that are resident on an H200 (132 multiprocessors of 64). More would wait, fewer would
 // leave it idle; smaller devices run the same grid in a few waves.
 constexpr int64_t kTargetWarps = 8192;
-constexpr int64_t kMaxPieces = 64;
 
 struct Segment {
   int32_t* destination;
@@ -122,9 +121,9 @@ cudaError_t launch_scatter_segments(const ScatterTargets& targets, const int32_t
   if (num_segments == 0) return cudaSuccess;
   const int64_t group = std::clamp<int64_t>(ceil_div(num_segments, kTargetWarps), 1, kWarp);
   const int64_t warps = ceil_div(num_segments, group);
-  // No segment is longer than all of the payload.
-  const int64_t pieces = std::clamp<int64_t>(
-      std::min(kTargetWarps / warps, ceil_div(num_words, kChunk)), 1, kMaxPieces);
+  // No segment is longer than all of the payload, so more pieces would find nothing to do.
+  const int64_t pieces =
+      std::max<int64_t>(std::min(kTargetWarps / warps, ceil_div(num_words, kChunk)), 1);
   const dim3 grid(static_cast<unsigned>(ceil_div(warps, kWarpsPerBlock)),
                   static_cast<unsigned>(pieces));
   scatter_segments_kernel<<<grid, kWarp * kWarpsPerBlock, 0, stream>>>(

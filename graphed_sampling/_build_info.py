@@ -51,7 +51,7 @@ def _try_load() -> str:
         # ROCm builds of torch answer to the dispatch key that the CUDA kernels are registered for.
         return "the native library is for CUDA, and this torch is built for ROCm"
     try:
-        torch.ops.load_library(_LIBRARY)
+        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""
