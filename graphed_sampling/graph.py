@@ -1,0 +1,258 @@
+"""`GraphedSampler`: the step as CUDA graphs, one a bucket of rows, captured once and replayed."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from graphed_sampling import backends, ops
+from graphed_sampling.params import as_int
+from graphed_sampling.sampler import StepInputs, StepOutput, new_output, new_scratch
+from graphed_sampling.table import RequestTable, _device_guard
+
+_WARM_UP_STEPS: Final = 2
+
+
+@dataclass(frozen=True)
+class BucketCapture:
+    """What the capture of one bucket took."""
+
+    rows: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What warm-up and capture took: device bytes of the graphs, their pool and the buffers."""
+
+    buckets: tuple[BucketCapture, ...]
+    seconds: float
+    bytes: int
+
+
+class GraphedSampler:
+    """Steps a table by replaying CUDA graphs; on devices without graphs it runs eagerly.
+
+    table: the requests.
+    row_buckets: numbers of rows to capture; n rows run in the smallest bucket that holds them,
+    padded with slot -1. Default: powers of two up to the table's max_requests, and that.
+    logits_dtype, logits_width: of the logits, fixed at capture; the width is that of the padded
+    vocabulary, by default the table's vocab_size. backend: as for `Sampler`.
+
+    `capture_report` tells seconds and bytes. Graphs, their pool and the buffers go with the object.
+    One thread calls a sampler at a time; samplers of different tables do not disturb each other.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        row_buckets: Sequence[int] | None = None,
+        logits_dtype: torch.dtype = torch.float32,
+        logits_width: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.table = table
+        self.device = table.device
+        self.row_buckets = _check_buckets(row_buckets, table.max_requests)
+        if logits_dtype not in ops.LOGITS_DTYPES:
+            raise ValueError(
+                f"logits_dtype = {logits_dtype} is not accepted: one of {ops.LOGITS_DTYPES}"
+            )
+        self.logits_dtype = logits_dtype
+        accepted = f"an integer >= the table's vocab_size, {table.vocab_size}"
+        self.logits_width = (
+            table.vocab_size
+            if logits_width is None
+            else as_int("logits_width", logits_width, accepted)
+        )
+        if self.logits_width < table.vocab_size:
+            raise ValueError(
+                f"logits_width = {logits_width} is not accepted: it must be {accepted}"
+            )
+        self.backend = backends.resolve(backend, table.device)
+        module = backends.module(self.backend)
+        table.register_refusals(self, self.backend, module.REFUSES)
+        module.warm_up(table.layout)
+        self._layout = table.layout.to_ints()
+        self._uses_graphs = self.device.type == "cuda"
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+        rows = self.row_buckets[-1]
+        start, bytes_before = time.perf_counter(), self._device_bytes()
+        with _device_guard(self.device), torch.inference_mode(False):
+            self._logits = torch.zeros(
+                rows, self.logits_width, dtype=logits_dtype, device=self.device
+            )
+            self._inputs = StepInputs(table, rows)
+            # Which optional inputs count in this step: bitmask, words. A captured graph reads them
+            # all, and these tell it which to heed.
+            self._given = torch.zeros(2, dtype=torch.int32, device=self.device)
+            self._given_choices = torch.tensor(
+                [[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.int32, device=self.device
+            )
+            self._given_now = 0
+            self._output = new_output(table, rows)
+            self._scratch = new_scratch(table, self.backend, rows)
+            self._outputs: dict[int, StepOutput] = {}
+            captures = self._capture() if self._uses_graphs else ()
+        self.capture_report = CaptureReport(
+            captures, time.perf_counter() - start, self._device_bytes() - bytes_before
+        )
+
+    def logits_buffer(self, n: int) -> Tensor:
+        """[n, logits_width]: the input buffer that the graphs read. An LM head that writes its
+        logits there spares the copy that other logits cost (a read and a write of them all).
+        """
+        self._bucket_of(n)
+        return self._logits[:n]
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        *,
+        grammar_bitmask: Tensor | None = None,
+        words: Tensor | None = None,
+    ) -> StepOutput:
+        """One step, as `Sampler.__call__`; n is at most the largest bucket.
+
+        The returned views are valid until this sampler's next call.
+        """
+        if logits.dtype != self.logits_dtype:
+            raise ValueError(f"logits have dtype {logits.dtype}: captured was {self.logits_dtype}")
+        self._inputs.check(logits, slots, grammar_bitmask, words)
+        n = logits.shape[0]
+        if logits.shape[1] > self.logits_width:
+            raise ValueError(
+                f"logits have {logits.shape[1]} columns: captured were {self.logits_width}"
+            )
+        bucket = self._bucket_of(n)
+        if self._uses_graphs:
+            with _device_guard(self.device):
+                self._replay(logits, slots, grammar_bitmask, words, bucket)
+        else:
+            self.table.upload()
+            self._step(logits, slots, n, grammar_bitmask, words, None)
+        output = self._outputs.get(n)
+        if output is None:
+            output = StepOutput(self._output.record[:n], self.table.layout)
+            self._outputs[n] = output
+        return output
+
+    def _replay(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        grammar_bitmask: Tensor | None,
+        words: Tensor | None,
+        bucket: int,
+    ) -> None:
+        n = logits.shape[0]
+        if n == 0:
+            return
+        self.table.upload()
+        self._inputs.set_slots(slots, bucket)
+        buffer = self._logits
+        if logits.data_ptr() != buffer.data_ptr() or (
+            n > 1 and logits.stride(0) != buffer.stride(0)
+        ):
+            buffer[:n, : logits.shape[1]].copy_(logits)
+        if grammar_bitmask is not None:
+            self._inputs.set_grammar_bitmask(grammar_bitmask)
+        if words is not None:
+            self._inputs.set_words(words)
+        given = 2 * (grammar_bitmask is not None) + (words is not None)
+        if given != self._given_now:
+            self._given.copy_(self._given_choices[given])
+            self._given_now = given
+        self._graphs[bucket].replay()
+
+    def _step(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        rows: int,
+        grammar_bitmask: Tensor | None,
+        words: Tensor | None,
+        given: Tensor | None,
+    ) -> None:
+        torch.ops.graphed_sampling.sample_step(
+            logits,
+            slots,
+            self.table.params,
+            self.table.state,
+            self.table.tables,
+            self._output.record,
+            self._scratch,
+            self._layout,
+            self.backend,
+            grammar_bitmask=grammar_bitmask,
+            words=words,
+            given=given,
+        )
+
+    def _step_of_bucket(self, rows: int) -> None:
+        inputs = self._inputs
+        self._step(
+            self._logits[:rows],
+            inputs.slots[:rows],
+            rows,
+            inputs.grammar_bitmask[:rows],
+            inputs.words[:rows],
+            self._given,
+        )
+
+    def _capture(self) -> tuple[BucketCapture, ...]:
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        captures = []
+        # The largest first: smaller buckets then fit into the memory that its capture left.
+        for rows in reversed(self.row_buckets):
+            start, bytes_before = time.perf_counter(), self._device_bytes()
+            with torch.cuda.stream(stream):
+                # All slots are -1 here, so that these steps write nothing.
+                for _ in range(_WARM_UP_STEPS):
+                    self._step_of_bucket(rows)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                self._step_of_bucket(rows)
+            self._graphs[rows] = graph
+            captures.append(
+                BucketCapture(
+                    rows, time.perf_counter() - start, self._device_bytes() - bytes_before
+                )
+            )
+        torch.cuda.current_stream().wait_stream(stream)
+        return tuple(reversed(captures))
+
+    def _device_bytes(self) -> int:
+        """Device memory taken by torch's allocator, graphs' pools included."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def _bucket_of(self, n: int) -> int:
+        if n > self.row_buckets[-1]:
+            raise ValueError(
+                f"{n} rows are more than the largest bucket, {self.row_buckets[-1]}: "
+                "make the sampler with larger row_buckets"
+            )
+        return self.row_buckets[bisect_left(self.row_buckets, n)]
+
+
+def _check_buckets(row_buckets: Sequence[int] | None, max_requests: int) -> tuple[int, ...]:
+    if row_buckets is None:
+        powers = [2**i for i in range(max_requests.bit_length()) if 2**i < max_requests]
+        return (*powers, max_requests)
+    buckets = sorted({as_int("row_buckets", b, "integers >= 1") for b in row_buckets})
+    if not buckets or buckets[0] < 1:
+        raise ValueError(f"row_buckets = {row_buckets!r} is not accepted: integers >= 1")
+    return tuple(buckets)

@@ -1,0 +1,314 @@
+"""The torch ops: schemas, fakes and their Python implementations. The only file with torch.library.
+
+    torch.ops.graphed_sampling.sample            stateless: one parameter row per logits row
+    torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
+    torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
+
+Native implementations, where they were built, replace the Python ones of their device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphed_sampling import backends
+from graphed_sampling._build_info import load_native
+from graphed_sampling.backends import exact_math
+from graphed_sampling.layout import (
+    MAX_VOCAB_SIZE,
+    Output,
+    Param,
+    ParamFlags,
+    State,
+    TableLayout,
+)
+from graphed_sampling.params import GREEDY_TEMPERATURE
+from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_LIBRARY = torch.library.Library("graphed_sampling", "DEF")
+_LIBRARY.define(
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+    "Tensor seed, Tensor position, int vocab_size=-1) -> (Tensor token_ids, Tensor logprobs)"
+)
+_LIBRARY.define(
+    "sample_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
+    "Tensor(c!) output, Tensor(d!) scratch, int[] layout, str backend, *, "
+    "Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None) -> ()"
+)
+_LIBRARY.define(
+    "scatter_segments(Tensor(a!) params, Tensor(b!) state, Tensor(c!) tables, Tensor packet, "
+    "int num_segments, int num_words) -> ()"
+)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_logits(logits: Tensor, vocab_size: int) -> None:
+    """ValueError unless logits are [n, >= vocab_size], of a known dtype, last stride 1."""
+    _require(
+        logits.dim() == 2 and logits.shape[1] >= vocab_size,
+        f"logits have shape {tuple(logits.shape)}: they must be [n, >= {vocab_size}]",
+    )
+    _require(
+        logits.dtype in LOGITS_DTYPES,
+        f"logits have dtype {logits.dtype}: it must be one of "
+        f"{', '.join(str(d) for d in LOGITS_DTYPES)}",
+    )
+    _require(
+        logits.stride(1) == 1 or logits.shape[1] == 1,
+        f"logits have strides {logits.stride()}: the last dimension must be contiguous",
+    )
+
+
+def check_vector(
+    name: str, tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """ValueError unless tensor is [rows] of the dtype, on the device where one is named."""
+    _require(
+        tensor.shape == (rows,) and tensor.dtype == dtype,
+        f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} [{rows}]",
+    )
+    if device is not None:
+        _check_device(name, tensor, device)
+
+
+def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
+    """ValueError unless bitmask is int32 [rows, >= bitmap_words], last stride 1."""
+    _require(
+        bitmask.dim() == 2
+        and bitmask.shape[0] == rows
+        and bitmask.shape[1] >= bitmap_words
+        and bitmask.dtype == torch.int32
+        and (bitmask.stride(1) == 1 or bitmask.shape[1] == 1),
+        f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
+        f"[{rows}, >= {bitmap_words}] with a contiguous last dimension",
+    )
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    _require(tensor.device == device, f"{name} is on {tensor.device}: it must be on {device}")
+
+
+def _sample_step(
+    logits: Tensor,
+    slots: Tensor,
+    params: Tensor,
+    state: Tensor,
+    tables: Tensor,
+    output: Tensor,
+    scratch: Tensor,
+    layout: list[int],
+    backend: str,
+    *,
+    grammar_bitmask: Tensor | None = None,
+    words: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:
+    sizes = TableLayout.from_ints(layout)
+    rows, device = logits.shape[0], logits.device
+    check_logits(logits, sizes.vocab_size)
+    check_vector("slots", slots, rows, torch.int32, device)
+    for name, tensor, shape in (
+        ("params", params, (sizes.rows, sizes.params_words)),
+        ("state", state, (sizes.rows, sizes.state_words)),
+        ("tables", tables, (sizes.tables_words,)),
+    ):
+        _require(
+            tensor.shape == shape and tensor.dtype == torch.int32 and tensor.is_contiguous(),
+            f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
+            f"{list(shape)}",
+        )
+        _check_device(name, tensor, device)
+    _require(
+        output.dim() == 2
+        and output.shape[0] >= rows
+        and output.shape[1] == sizes.output_words
+        and output.dtype == torch.int32
+        and output.is_contiguous(),
+        f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
+        f"[>= {rows}, {sizes.output_words}]",
+    )
+    _check_device("output", output, device)
+    if grammar_bitmask is not None:
+        check_bitmask(grammar_bitmask, rows, sizes.bitmap_words)
+        _check_device("grammar_bitmask", grammar_bitmask, device)
+    if words is not None:
+        check_vector("words", words, rows, torch.int64, device)
+    if given is not None:
+        check_vector("given", given, 2, torch.int32, device)
+    module = backends.module(backends.resolve(backend, device))
+    needed = module.scratch_words(sizes, rows)
+    _require(
+        scratch.dim() == 1 and scratch.dtype == torch.int32 and scratch.numel() >= needed,
+        f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be torch.int32 [>= {needed}]",
+    )
+    if rows == 0:
+        return
+    with torch.no_grad():
+        module.sample_step(
+            logits,
+            slots,
+            params,
+            state,
+            tables,
+            output,
+            scratch,
+            sizes,
+            grammar_bitmask=grammar_bitmask,
+            words=words,
+            given=given,
+        )
+
+
+def _check_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    vocab_size: int,
+) -> int:
+    """Check the arguments of `sample`; returns the vocabulary size."""
+    _require(logits.dim() == 2, f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
+    width = logits.shape[1]
+    size = width if vocab_size == -1 else vocab_size
+    _require(
+        1 <= size <= min(width, MAX_VOCAB_SIZE),
+        f"vocab_size = {vocab_size} is not accepted: it must be -1 (all of the logits' columns) "
+        f"or in [1, {min(width, MAX_VOCAB_SIZE)}]",
+    )
+    check_logits(logits, size)
+    rows, device = logits.shape[0], logits.device
+    for name, tensor, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+        ("seed", seed, torch.int64),
+        ("position", position, torch.int64),
+    ):
+        check_vector(name, tensor, rows, dtype, device)
+    return size
+
+
+def _sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    vocab_size: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """`sample` as a step of a table made for it: one function for both."""
+    size = _check_sample(logits, temperature, top_k, top_p, min_p, seed, position, vocab_size)
+    rows, device = logits.shape[0], logits.device
+    layout = TableLayout(size, rows, 0, 0, 0, 0, 0, 0, 0)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    with torch.no_grad():
+        finite = torch.finfo(torch.float32)
+        # Values outside their range count as the nearest accepted one; NaN as greedy or as off.
+        temperature = temperature.nan_to_num(nan=0.0).clamp(0.0, finite.max)
+        greedy = temperature < GREEDY_TEMPERATURE
+        temperature = torch.where(greedy, 1.0, temperature)
+        top_p = top_p.nan_to_num(nan=1.0).clamp(finite.tiny, 1.0)
+        min_p = min_p.nan_to_num(nan=0.0).clamp(0.0, 1.0)
+        log_min_p = exact_math.log(min_p.double().clamp(min=finite.tiny))
+
+        params, state = (
+            zeros(layout.rows, layout.params_words),
+            zeros(layout.rows, layout.state_words),
+        )
+        real, long = params.view(torch.float32)[:rows], params.view(torch.int64)[:rows]
+        flags = int(ParamFlags.ADMITTED | ParamFlags.LOGPROBS)
+        params[:rows, Param.FLAGS] = flags + greedy * int(ParamFlags.GREEDY)
+        params[:rows, Param.TOP_K] = torch.where(top_k >= size, 0, top_k.clamp(min=0))
+        real[:, Param.TEMPERATURE] = temperature
+        real[:, Param.TOP_P] = torch.where(greedy, 1.0, top_p)
+        real[:, Param.MIN_P] = torch.where(greedy, 0.0, min_p)
+        for unused in (Param.TYPICAL_P, Param.REPETITION_PENALTY):
+            real[:, unused] = 1.0
+        long[:, Param.SEED // 2] = seed
+        params.view(torch.float64)[:rows, Param.MIN_P_OFFSET // 2] = (
+            temperature.double() * log_min_p
+        )
+        state.view(torch.int64)[:rows, State.POSITION // 2] = position
+
+        backend = backends.resolve("auto", device)
+        output = zeros(rows, layout.output_words)
+        _sample_step(
+            logits,
+            torch.arange(rows, dtype=torch.int32, device=device),
+            params,
+            state,
+            zeros(layout.tables_words),
+            output,
+            zeros(backends.module(backend).scratch_words(layout, rows)),
+            layout.to_ints(),
+            backend,
+        )
+        token_ids = output.view(torch.int64)[:, Output.TOKEN_ID // 2].clone()
+        return token_ids, output.view(torch.float32)[:, Output.LOGPROB].clone()
+
+
+def _scatter_segments(
+    params: Tensor, state: Tensor, tables: Tensor, packet: Tensor, num_segments: int, num_words: int
+) -> None:
+    """The scatter in torch operations: every word's destination, by its segment."""
+    if num_segments == 0:
+        return
+    end = num_segments * DESCRIPTOR_WORDS
+    descriptors = packet[:end].view(num_segments, DESCRIPTOR_WORDS)
+    payload = packet[end : end + num_words]
+    start = (descriptors[:, 0] >> 2).long()
+    offset = packet[:end].view(torch.int64).view(num_segments, DESCRIPTOR_WORDS // 2)[:, 1]
+    segment = torch.repeat_interleave(descriptors[:, 1].long(), output_size=num_words)
+    word = torch.arange(num_words, device=packet.device)
+    destination = (offset - start)[segment] + word
+    target = (descriptors[:, 0] & 3)[segment]
+    for number, tensor in ((Target.PARAMS, params), (Target.STATE, state), (Target.TABLES, tables)):
+        # Words of other targets go to the last word, which belongs to the padding row.
+        flat = tensor.view(-1)
+        flat.index_copy_(0, torch.where(target == number, destination, flat.numel() - 1), payload)
+
+
+def _no_result(*_args: object, **_kwargs: object) -> None:
+    return None
+
+
+def _sample_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    vocab_size: int = -1,
+) -> tuple[Tensor, Tensor]:
+    _check_sample(logits, temperature, top_k, top_p, min_p, seed, position, vocab_size)
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
+
+
+# Plain torch operations serve every device; native implementations are registered for one device
+# and take precedence there.
+_LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
+_LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
+_LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
+torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
+torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
+load_native()

@@ -1,0 +1,246 @@
+"""`Sampler`: one eager step of a `RequestTable`; and what every sampler returns."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphed_sampling import backends, ops
+from graphed_sampling.layout import Output, TableLayout
+from graphed_sampling.staging import PinnedRing, StagingStats
+from graphed_sampling.table import RequestTable, _device_guard
+
+_RING_DEPTH: Final = 4
+
+
+class StepOutput:
+    """The outputs of one step: device views of one packed record per logits row.
+
+    record: int32 [n, output_words], one copy of which takes everything to the host.
+    """
+
+    def __init__(self, record: Tensor, layout: TableLayout) -> None:
+        self.record = record
+        self._layout = layout
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """int64 [n]: the drawn tokens, -1 where nothing was drawn."""
+        return self.record.view(torch.int64)[:, Output.TOKEN_ID // 2]
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """fp32 [n]: the drawn tokens' logprobs in each request's mode, NaN where not asked."""
+        return self.record.view(torch.float32)[:, Output.LOGPROB]
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """int32 [n]: 1 + the number of tokens with a larger logit, 0 where not asked."""
+        return self.record[:, Output.RANK]
+
+    @cached_property
+    def num_kept(self) -> Tensor:
+        """int32 [n]: survivors where a filter is on, 1 for greedy rows, 0 otherwise."""
+        return self.record[:, Output.NUM_KEPT]
+
+    @cached_property
+    def top_token_ids(self) -> Tensor:
+        """int64 [n, max_logprobs]: the best tokens, -1 where not asked or not there."""
+        start = self._layout.top_ids // 2
+        return self.record.view(torch.int64)[:, start : start + self._layout.max_logprobs]
+
+    @cached_property
+    def top_logprobs(self) -> Tensor:
+        """fp32 [n, max_logprobs]: their logprobs, NaN where not asked, -inf where not there."""
+        start = self._layout.top_logprobs
+        return self.record.view(torch.float32)[:, start : start + self._layout.max_logprobs]
+
+    @cached_property
+    def given_logprobs(self) -> Tensor:
+        """fp32 [n, max_logprob_ids]: logprobs of `logprob_token_ids`, NaN where not asked."""
+        start = self._layout.given_logprobs
+        return self.record.view(torch.float32)[:, start : start + self._layout.max_logprob_ids]
+
+    @cached_property
+    def finish_reason(self) -> Tensor:
+        """int32 [n]: `FinishReason` of the request after this step."""
+        return self.record[:, Output.FINISH_REASON]
+
+    @cached_property
+    def flags(self) -> Tensor:
+        """int32 [n]: `RowFlags`."""
+        return self.record[:, Output.FLAGS]
+
+    @cached_property
+    def generation(self) -> Tensor:
+        """int32 [n]: the generation of the slot that the row belonged to, 0 for padding."""
+        return self.record[:, Output.GENERATION]
+
+
+def new_output(table: RequestTable, rows: int) -> StepOutput:
+    """Outputs for steps of up to `rows` rows, at an address of their own."""
+    with torch.inference_mode(False):
+        record = torch.zeros(
+            rows, table.layout.output_words, dtype=torch.int32, device=table.device
+        )
+    return StepOutput(record, table.layout)
+
+
+def new_scratch(table: RequestTable, backend: str, rows: int) -> Tensor:
+    """int32 scratch for steps of up to `rows` rows of `backend`."""
+    words = backends.module(backend).scratch_words(table.layout, rows)
+    with torch.inference_mode(False):
+        return torch.empty(words, dtype=torch.int32, device=table.device)
+
+
+class StepInputs:
+    """The small inputs of a step, checked and brought to the device: slots, bitmask, words.
+
+    CPU tensors are checked by value and uploaded through pinned rings; device tensors are taken as
+    they are.
+    """
+
+    def __init__(self, table: RequestTable, rows: int) -> None:
+        self.table = table
+        self.stats = StagingStats()
+        self.rows = rows
+        device, words = table.device, table.layout.bitmap_words
+        with torch.inference_mode(False):
+            self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            self.words = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.grammar_bitmask = torch.full((rows, words), -1, dtype=torch.int32, device=device)
+        self._rings: dict[str, PinnedRing] = {}
+
+    def check(
+        self, logits: Tensor, slots: Tensor, grammar_bitmask: Tensor | None, words: Tensor | None
+    ) -> None:
+        """ValueError for whatever a step would not accept, before anything is enqueued."""
+        table, device = self.table, self.table.device
+        ops.check_logits(logits, table.vocab_size)
+        if logits.device != device:
+            raise ValueError(f"logits are on {logits.device}: the table is on {device}")
+        rows = logits.shape[0]
+        ops.check_vector("slots", slots, rows, torch.int32)
+        if grammar_bitmask is not None:
+            ops.check_bitmask(grammar_bitmask, rows, table.layout.bitmap_words)
+        if words is not None:
+            ops.check_vector("words", words, rows, torch.int64)
+        for name, tensor in (
+            ("slots", slots),
+            ("grammar_bitmask", grammar_bitmask),
+            ("words", words),
+        ):
+            if tensor is not None and tensor.device != device and tensor.device.type != "cpu":
+                raise ValueError(f"{name} is on {tensor.device}: it must be on {device} or the CPU")
+        if slots.device.type == "cpu":
+            table.check_slots(slots.numpy())
+
+    def set_slots(self, slots: Tensor, rows: int) -> None:
+        """Bring slots to the first rows of `self.slots`; the rest, up to `rows`, is padding."""
+        count = slots.shape[0]
+        if slots.device == self.slots.device:
+            self.slots[:count].copy_(slots)
+            if rows > count:
+                self.slots[count:rows].fill_(-1)
+            return
+        padded = np.full(rows, -1, np.int32)
+        padded[:count] = slots.numpy()
+        self._ring("slots", self.rows).upload(padded, self.slots)
+
+    def set_words(self, words: Tensor) -> None:
+        count = words.shape[0]
+        if words.device == self.words.device:
+            self.words[:count].copy_(words)
+        else:
+            source = np.ascontiguousarray(words.numpy()).view(np.int32)
+            self._ring("words", 2 * self.rows).upload(source, self.words.view(torch.int32))
+
+    def set_grammar_bitmask(self, bitmask: Tensor) -> None:
+        count, words = bitmask.shape[0], self.grammar_bitmask.shape[1]
+        if bitmask.device == self.grammar_bitmask.device:
+            self.grammar_bitmask[:count].copy_(bitmask[:, :words])
+        else:
+            source = np.ascontiguousarray(bitmask[:, :words].numpy())
+            self._ring("grammar_bitmask", words * self.rows).upload(source, self.grammar_bitmask)
+
+    def _ring(self, name: str, words: int) -> PinnedRing:
+        ring = self._rings.get(name)
+        if ring is None:
+            ring = PinnedRing(self.table.device, words, _RING_DEPTH, self.stats)
+            self._rings[name] = ring
+        return ring
+
+
+class Sampler:
+    """Steps a table eagerly, on the current stream; never synchronises.
+
+    table: the requests. backend: a name of `graphed_sampling.backends.NAMES`, or "auto".
+    ValueError where the backend cannot run on the table's device; UnsupportedFeatureError where an
+    admitted request needs a feature that it lacks.
+    """
+
+    def __init__(self, table: RequestTable, backend: str = "auto") -> None:
+        self.table = table
+        self.backend = backends.resolve(backend, table.device)
+        module = backends.module(self.backend)
+        table.register_refusals(self, self.backend, module.REFUSES)
+        module.warm_up(table.layout)
+        self._layout = table.layout.to_ints()
+        self._reserve(table.max_requests)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        *,
+        grammar_bitmask: Tensor | None = None,
+        words: Tensor | None = None,
+    ) -> StepOutput:
+        """Draw one token for each row of logits and advance the state of its slot.
+
+        logits: [n, >= vocab_size] fp32, bf16 or fp16 on the table's device, last dimension
+        contiguous; not modified. slots: int32 [n], -1 for padding rows; a CPU tensor is checked by
+        value, a device tensor is not. grammar_bitmask: int32 [n, >= ceil(vocab_size / 32)], bit set
+        where a token is allowed. words: int64 [n], random words to draw with instead of the
+        requests' own. Returns device views, valid until this sampler's next call.
+        ValueError for anything not accepted, before anything is enqueued.
+        """
+        self._inputs.check(logits, slots, grammar_bitmask, words)
+        rows = logits.shape[0]
+        if rows > self._inputs.rows:
+            self._reserve(rows)
+        inputs = self._inputs
+        with _device_guard(self.table.device):
+            self.table.upload()
+            if slots.device != logits.device:
+                inputs.set_slots(slots, rows)
+                slots = inputs.slots[:rows]
+            if words is not None and words.device != logits.device:
+                inputs.set_words(words)
+                words = inputs.words[:rows]
+            if grammar_bitmask is not None and grammar_bitmask.device != logits.device:
+                inputs.set_grammar_bitmask(grammar_bitmask)
+                grammar_bitmask = inputs.grammar_bitmask[:rows]
+            torch.ops.graphed_sampling.sample_step(
+                logits,
+                slots,
+                self.table.params,
+                self.table.state,
+                self.table.tables,
+                self._output.record,
+                self._scratch,
+                self._layout,
+                self.backend,
+                grammar_bitmask=grammar_bitmask,
+                words=words,
+            )
+        return StepOutput(self._output.record[:rows], self.table.layout)
+
+    def _reserve(self, rows: int) -> None:
+        self._inputs = StepInputs(self.table, rows)
+        self._output = new_output(self.table, rows)
+        self._scratch = new_scratch(self.table, self.backend, rows)
