@@ -22,9 +22,8 @@ format: .venv/lint
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(wildcard csrc/*.* csrc/*/*.*)
 
-# build/ goes first: setuptools would pack what an earlier build left there.
 wheel: .venv/ready
-	rm -rf build dist
+	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # The environment stays, but the next target installs the package anew.

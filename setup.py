@@ -86,14 +86,18 @@ PLAN = plan()
 
 
 class BuildPy(build_py):
-    """Stores the plan beside the modules."""
+    """Stores the plan beside the modules, and clears what an earlier build has left there."""
 
     def run(self) -> None:
         if PLAN["reason"] == NO_TORCH:
             raise SystemExit(NO_TORCH)
+        if self.editable_mode:
+            into = ROOT
+            (ROOT / LIBRARY).unlink(missing_ok=True)
+        else:
+            into = Path(self.build_lib)
+            shutil.rmtree(into / "graphed_sampling", ignore_errors=True)
         super().run()
-        into = ROOT if self.editable_mode else Path(self.build_lib)
-        (into / LIBRARY).unlink(missing_ok=True)  # an earlier build's must not pass for this one's
         (into / RECORD).write_text(json.dumps(PLAN, indent=2) + "\n")
 
 
