@@ -10,7 +10,7 @@ take two words, low word first.
     output  [rows, output_words]              one packed record per logits row
 
 Row `max_requests` of each is the padding row: rows that must write nothing (slot -1, finished
-or not admitted) write there, and nobody reads it.
+or not admitted) write there. A slot that holds no request has neutral parameters.
 """
 
 from __future__ import annotations

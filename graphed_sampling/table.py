@@ -119,7 +119,7 @@ class RequestTable:
         )
         checked["max_stop_ids"] += len(self.eos_token_ids)
         self.layout = TableLayout(**checked, penalties=int(bool(penalties)))
-        self.device = _with_index(torch.device(device))
+        self.device = torch.empty(0, device=device).device  # with the index that its tensors have
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, "an integer")
@@ -137,6 +137,7 @@ class RequestTable:
         rows = self.layout.rows
         with torch.inference_mode(False), torch.device(self.device):
             self.params = torch.zeros(rows, self.layout.params_words, dtype=torch.int32)
+            self.params[:, :HEADER_WORDS] = torch.from_numpy(_neutral_header())
             self.state = torch.zeros(rows, self.layout.state_words, dtype=torch.int32)
             self.tables = torch.zeros(self.layout.tables_words, dtype=torch.int32)
             long = self.state.view(torch.int64)
@@ -259,9 +260,8 @@ class RequestTable:
         self._check_process()
         with self._lock:
             self._request(slot)
-            header = np.zeros(HEADER_WORDS, np.int32)
             self._dirty_params[slot] = Segments.run(
-                Target.PARAMS, slot * self.layout.params_words, header
+                Target.PARAMS, slot * self.layout.params_words, _neutral_header()
             )
             self._requests[slot] = None
             self._admitted[slot] = False
@@ -409,7 +409,7 @@ class RequestTable:
     def _params_segments(self, slot: int, request: AdmittedRequest) -> Segments:
         """The slot's parameter record: its header, and the used part of each list."""
         layout, params = self.layout, request.params
-        header = np.zeros(HEADER_WORDS, np.int32)
+        header = _neutral_header()
         real, long, double = (header.view(t) for t in (np.float32, np.uint64, np.float64))
         greedy = params.is_greedy
         filters = () if greedy else tuple(f for f in _FILTERS if f in params.features())
@@ -434,16 +434,18 @@ class RequestTable:
                 flags |= flag
         header[Param.FLAGS] = flags
         header[Param.TOP_K] = top_k if "top_k" in filters else 0
-        real[Param.TEMPERATURE] = 1.0 if greedy else params.temperature
-        for word, name, off in (
-            (Param.TOP_P, "top_p", 1.0),
-            (Param.MIN_P, "min_p", 0.0),
-            (Param.TOP_N_SIGMA, "top_n_sigma", 0.0),
-            (Param.TYPICAL_P, "typical_p", 1.0),
-            (Param.EPSILON_CUTOFF, "epsilon_cutoff", 0.0),
-            (Param.ETA_CUTOFF, "eta_cutoff", 0.0),
+        if not greedy:
+            real[Param.TEMPERATURE] = params.temperature
+        for word, name in (
+            (Param.TOP_P, "top_p"),
+            (Param.MIN_P, "min_p"),
+            (Param.TOP_N_SIGMA, "top_n_sigma"),
+            (Param.TYPICAL_P, "typical_p"),
+            (Param.EPSILON_CUTOFF, "epsilon_cutoff"),
+            (Param.ETA_CUTOFF, "eta_cutoff"),
         ):
-            real[word] = getattr(params, name) if name in filters else off
+            if name in filters:
+                real[word] = getattr(params, name)
         real[Param.REPETITION_PENALTY] = params.repetition_penalty
         real[Param.FREQUENCY_PENALTY] = params.frequency_penalty
         real[Param.PRESENCE_PENALTY] = params.presence_penalty
@@ -522,13 +524,6 @@ class RequestTable:
         return Segments.run(Target.TABLES, start + slot * self.layout.bitmap_words, bits)
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """`device` with its index, so that it equals the device of its tensors."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 class _device_guard:
     """Makes `device` current where it is a CUDA device; nothing elsewhere."""
 
@@ -542,6 +537,14 @@ class _device_guard:
     def __exit__(self, *error: object) -> None:
         if self._guard is not None:
             self._guard.__exit__(*error)
+
+
+def _neutral_header() -> Words:
+    """A parameter record's header with everything off: of a slot that holds no request."""
+    header = np.zeros(HEADER_WORDS, np.int32)
+    for word in (Param.TEMPERATURE, Param.TOP_P, Param.TYPICAL_P, Param.REPETITION_PENALTY):
+        header.view(np.float32)[word] = 1.0
+    return header
 
 
 def _check_params(params: object) -> None:

@@ -345,9 +345,7 @@ def _first(sorted_mask: Tensor, values: Tensor) -> Tensor:
 
 def _filter(y: Tensor, rows: _Rows) -> _Kept:
     record = rows.params
-    # A slot never admitted has temperature 0: its row is computed, harmlessly, and thrown away.
-    temperature = record.f32(Param.TEMPERATURE).double()
-    inverse_temperature = LOG2_E / torch.where(temperature > 0, temperature, 1.0)
+    inverse_temperature = LOG2_E / record.f32(Param.TEMPERATURE).double()
     # The stable sort keeps ids ascending among equals.
     y_sorted, order = torch.sort(y, dim=1, descending=True, stable=True)
     maximum = y_sorted[:, :1]
