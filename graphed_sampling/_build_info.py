@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 # The only place that holds the version: pyproject.toml reads it from here.
 __version__ = "0.1.0"
@@ -43,15 +43,17 @@ def load_native() -> bool:
 
 
 def _try_load() -> str:
-    import torch
-
     if not _LIBRARY.is_file():
         return _missing_reason()
+
+    import torch
+
     if torch.version.hip is not None:
         # ROCm builds of torch answer to the dispatch key that the CUDA kernels are registered for.
         return "the native library is for CUDA, and this torch is built for ROCm"
+    ops: Any = torch.ops  # whether it counts as typed depends on what else mypy has read
     try:
-        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+        ops.load_library(str(_LIBRARY))
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""
