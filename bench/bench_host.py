@@ -1,0 +1,187 @@
+"""What a step costs the host and the memory: calls, uploads, admission, capture.
+
+    python bench/bench_host.py [--requests 512] [--vocab-size 128256] [--json FILE]
+
+Times are medians of many calls, each after a synchronisation that is not timed, so that a full
+launch queue never hides in them. Without a GPU the same calls are timed on the CPU, where they
+include the step itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import graphed_sampling
+from graphed_sampling import GraphedSampler, RequestTable, SamplingParams
+
+Row = tuple[str, float, str]
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def median_microseconds(call: Callable[[], object], repeats: int, what: str) -> float:
+    samples = []
+    for i in track(range(repeats + repeats // 10 + 1), description=what, transient=True):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        elapsed = time.perf_counter() - start
+        if i > repeats // 10:  # the first tenth warms up
+            samples.append(1e6 * elapsed)
+    synchronize()
+    return statistics.median(samples)
+
+
+def measure_calls(table: RequestTable, slots: list[int], repeats: int) -> list[Row]:
+    device = table.device
+    rows: list[Row] = []
+    start = time.perf_counter()
+    sampler = GraphedSampler(table)
+    synchronize()
+    report = sampler.capture_report
+    rows.append(("GraphedSampler(): seconds", time.perf_counter() - start, "s"))
+    rows.append(
+        (f"  of {len(sampler.row_buckets)} buckets: device memory", report.bytes / 2**20, "MiB")
+    )
+    for bucket in report.buckets:
+        rows.append((f"  bucket {bucket.rows}: capture", bucket.seconds, "s"))
+        rows.append((f"  bucket {bucket.rows}: memory", bucket.bytes / 2**20, "MiB"))
+
+    changes = [SamplingParams(temperature=0.5 + 0.1 * i, seed=i) for i in range(8)]
+    for n in sorted({1, min(32, len(slots)), len(slots)}):
+        logits = sampler.logits_buffer(n)
+        logits.normal_()
+        on_host = torch.tensor(slots[:n], dtype=torch.int32)
+        on_device = on_host.to(device)
+        rows.append(
+            (
+                f"call, {n} rows, slots on the host",
+                median_microseconds(
+                    lambda a=logits, b=on_host: sampler(a, b), repeats, f"{n} rows, host slots"
+                ),
+                "us",
+            )
+        )
+        rows.append(
+            (
+                f"call, {n} rows, slots on the device",
+                median_microseconds(
+                    lambda a=logits, b=on_device: sampler(a, b), repeats, f"{n} rows, device slots"
+                ),
+                "us",
+            )
+        )
+        samples = []
+        for _ in range(repeats // 10 + 1):
+            for slot, params in zip(slots[:n], changes, strict=False):
+                table.update(slot, params)
+            synchronize()
+            before = table.staging_stats.bytes
+            start = time.perf_counter()
+            sampler(logits, on_host)
+            samples.append(1e6 * (time.perf_counter() - start))
+            sent = table.staging_stats.bytes - before
+        rows.append((f"call, {n} rows, {min(n, 8)} changed", statistics.median(samples), "us"))
+        rows.append((f"  uploaded for {min(n, 8)} changed rows of {len(slots)}", sent, "bytes"))
+
+    if device.type == "cuda":
+        synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        start = time.perf_counter()
+        sampler(sampler.logits_buffer(n), on_host)
+        rows.append(
+            (f"call, {n} rows, behind a spinning GPU", 1e6 * (time.perf_counter() - start), "us")
+        )
+        start = time.perf_counter()
+        synchronize()
+        rows.append(("  the GPU then span on for", time.perf_counter() - start, "s"))
+    return rows
+
+
+def measure_admission(table: RequestTable, repeats: int) -> list[Row]:
+    prompt = torch.randint(table.vocab_size, (100_000,))
+    rows: list[Row] = []
+    for name, ids in (("tensor", prompt), ("list", prompt.tolist())):
+        admissions, uploads = [], []
+        for i in range(max(repeats // 50, 5)):
+            start = time.perf_counter()
+            slot = table.admit(SamplingParams(seed=i), prompt_token_ids=ids)
+            admissions.append(1e6 * (time.perf_counter() - start))
+            synchronize()
+            before = table.staging_stats.bytes
+            start = time.perf_counter()
+            table.upload()
+            uploads.append(1e6 * (time.perf_counter() - start))
+            sent = table.staging_stats.bytes - before
+            synchronize()
+            table.release(slot)
+        rows.append((f"admit, 100,000 ids as a {name}", statistics.median(admissions), "us"))
+        rows.append(("  its upload: host", statistics.median(uploads), "us"))
+        rows.append(("  its upload: size", sent, "bytes"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--vocab-size", type=int, default=128256)
+    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+
+    table = RequestTable(options.requests, options.vocab_size, device=device)
+    slots = [table.admit(SamplingParams(seed=i)) for i in range(options.requests - 1)]
+    rows = [
+        (f"bytes per slot: {part}", float(size), "bytes")
+        for part, size in table.bytes_per_slot.items()
+    ]
+    rows += measure_admission(table, options.repeats)
+    last = table.admit(SamplingParams())
+    rows += measure_calls(table, [*slots, last], options.repeats)
+
+    shown = Table(title=f"{options.requests} requests, V = {options.vocab_size}, {name}")
+    shown.add_column("what")
+    shown.add_column("median", justify="right")
+    shown.add_column("unit")
+    for what, value, unit in rows:
+        shown.add_row(what, f"{value:,.1f}" if value >= 10 else f"{value:.3f}", unit)
+    Console(width=100).print(shown)
+    if options.json:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        options.json.write_text(
+            json.dumps(
+                {
+                    "device": name,
+                    "torch": torch.__version__,
+                    "commit": commit,
+                    "build": graphed_sampling.build_info(),
+                    "vocab_size": options.vocab_size,
+                    "requests": options.requests,
+                    "figures": [{"what": w, "value": v, "unit": u} for w, v, u in rows],
+                },
+                indent=1,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
