@@ -123,7 +123,7 @@ def sanitise(logits: ArrayLike, vocab_size: int | None = None) -> Floats32:
             f"vocab_size = {vocab_size} >= 1 elements"
         )
     x = x[:size]
-    return np.where(np.isnan(x), np.float32(-np.inf), x + np.float32(0))
+    return np.where(np.isnan(x), np.float32(-np.inf), x) + np.float32(0)
 
 
 def _allowed_by_bitmask(grammar_bitmask: ArrayLike, vocab_size: int) -> Bools:
@@ -434,7 +434,7 @@ def sample_row(
 
     if word is None:
         word = _word(params, seed, position, stream, prompt_token_ids, output_token_ids)
-    word %= 2**_WORD_BITS
+    word = int(word) % 2**_WORD_BITS
     is_kept = np.zeros(x.size, dtype=np.bool_)
     is_kept[kept] = True
     canonical = all_ids if order is None else _checked_order(order, x.size)
@@ -489,7 +489,8 @@ def _word(
     seed = params.seed if seed is None else seed
     if seed is None:
         raise ValueError("seed = None is not accepted: it must be an integer if no word is given")
-    return philox.word(seed, len(prompt) + len(output) if position is None else position, stream)
+    position = len(prompt) + len(output) if position is None else position
+    return philox.word(int(seed), int(position), stream)
 
 
 def _checked_order(order: ArrayLike, vocab_size: int) -> Ids:
