@@ -1,0 +1,217 @@
+"""The `cpu` backend: numba kernels, rows spread over threads.
+
+The kernels (cpu_kernels.py) run without the GIL on threads of one pool; numba's own threading is
+not used, since its default layer must not be entered from two threads at once. Rows are
+independent, so the number of threads decides nothing. numba is imported with the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graphed_sampling.layout import TableLayout
+
+if TYPE_CHECKING:
+    from graphed_sampling.backends.cpu_kernels import Offsets, Workspace
+
+NAME = "cpu"
+CHOSEN_FOR = "tables on the CPU, where numba is installed"
+REFUSES: frozenset[str] = frozenset()
+
+# Below so many logits a task, handing rows to another thread costs more than it saves: waking
+# one takes some 20 us, in which a core goes through about this much of a row.
+_TASK_LOGITS = 32768
+
+
+def unusable(device: torch.device) -> str:
+    if device.type != "cpu":
+        return "it runs on the CPU only"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    return ""
+
+
+def canonical_order(vocab_size: int) -> Tensor:
+    return torch.arange(vocab_size)
+
+
+def scratch_words(layout: TableLayout, rows: int) -> int:
+    return 0  # working buffers belong to the threads
+
+
+def sample_step(
+    logits: Tensor,
+    slots: Tensor,
+    params: Tensor,
+    state: Tensor,
+    tables: Tensor,
+    output: Tensor,
+    scratch: Tensor,
+    layout: TableLayout,
+    *,
+    grammar_bitmask: Tensor | None,
+    words: Tensor | None,
+    given: Tensor | None,
+) -> None:
+    rows = slots.shape[0]
+    if rows == 0:
+        return
+    if given is not None:
+        bitmask_counts, words_count = given.tolist()
+        grammar_bitmask = grammar_bitmask if bitmask_counts else None
+        words = words if words_count else None
+    kernels = _kernels()
+    flat_logits, row_stride = _flat_rows(logits)
+    flat_bitmask, mask_stride = (
+        _flat_rows(grammar_bitmask) if grammar_bitmask is not None else (_EMPTY_INT32, 0)
+    )
+    arguments = (
+        flat_logits.view(torch.uint8).numpy(),
+        _KINDS[logits.dtype],
+        row_stride,
+        slots.contiguous().numpy(),
+        params.view(-1).numpy(),
+        state.view(-1).numpy(),
+        tables.numpy(),
+        output.view(-1).numpy(),
+        flat_bitmask.numpy(),
+        mask_stride,
+        (words.contiguous() if words is not None else _EMPTY_INT64).numpy(),
+        _offsets(layout),
+    )
+
+    def step(first: int, last: int) -> None:
+        kernels.step_rows(first, last, *arguments, _workspace(layout.vocab_size))
+
+    block = max(1, _TASK_LOGITS // layout.vocab_size)
+    _for_blocks(step, rows, block)
+
+
+def warm_up(layout: TableLayout) -> None:
+    """Compiles the kernels, or loads them from numba's cache: a step never waits for it."""
+    _kernels()
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # cpu_kernels.FLOAT32, ...
+_EMPTY_INT32 = torch.empty(0, dtype=torch.int32)
+_EMPTY_INT64 = torch.empty(0, dtype=torch.int64)
+
+
+def _flat_rows(matrix: Tensor) -> tuple[Tensor, int]:
+    """All elements from the first row to the last as one dimension, and the rows' distance."""
+    rows, width = matrix.shape
+    stride = matrix.stride(0) if rows > 1 else width
+    return matrix.detach().as_strided(((rows - 1) * stride + width,), (1,)), stride
+
+
+@functools.lru_cache
+def _offsets(layout: TableLayout) -> Offsets:
+    from graphed_sampling.backends.cpu_kernels import Offsets
+
+    return Offsets(**{name: getattr(layout, name) for name in Offsets._fields})
+
+
+# --------------------------------------------------------------------------- compilation
+
+_compiling = threading.Lock()
+
+
+@functools.lru_cache
+def _kernels() -> ModuleType:
+    """The compiled kernels."""
+    with _compiling:
+        from graphed_sampling.backends import cpu_kernels
+
+        # numba looks at the kernels' own file only before it takes them from its cache.
+        if _step_nothing(cpu_kernels) != cpu_kernels.OFFSETS_DIGEST:
+            cpu_kernels.step_rows.recompile()
+        return cpu_kernels
+
+
+def _step_nothing(kernels: ModuleType) -> int:
+    """Steps no row, with arguments of the one signature that is used."""
+    layout = TableLayout(1, 1, 0, 0, 0, 0, 0, 0, 0)
+    empty = _EMPTY_INT32.numpy()
+    digest: int = kernels.step_rows(
+        0, 0, torch.empty(0, dtype=torch.uint8).numpy(), 0, 0, empty, empty, empty, empty, empty,
+        empty, 0, _EMPTY_INT64.numpy(), _offsets(layout), _workspace(layout.vocab_size),
+    )  # fmt: skip
+    return digest
+
+
+# --------------------------------------------------------------------------- threads
+
+_local = threading.local()
+_pool_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+
+
+def _workspace(vocab_size: int) -> Workspace:
+    """This thread's buffers, for rows of at least `vocab_size` entries."""
+    if getattr(_local, "vocab_size", -1) < vocab_size:
+        from graphed_sampling.backends.cpu_kernels import make_workspace
+
+        _local.workspace = make_workspace(vocab_size)
+        _local.vocab_size = vocab_size
+    workspace: Workspace = _local.workspace
+    return workspace
+
+
+def _helpers(count: int) -> ThreadPoolExecutor:
+    """The process's pool, with at least `count` threads."""
+    global _pool, _pool_size
+    with _pool_lock:
+        if _pool is None or _pool_size < count:
+            # A smaller pool is dropped, not shut down: another thread may be about to use it.
+            _pool = ThreadPoolExecutor(count, thread_name_prefix="graphed-sampling")
+            _pool_size = count
+        return _pool
+
+
+def _forget_pool() -> None:
+    # A child has the pool's object but none of its threads, and perhaps a lock held by one.
+    global _pool, _pool_lock, _compiling
+    _pool = None
+    _pool_lock = threading.Lock()
+    _compiling = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _for_blocks(step: Callable[[int, int], None], rows: int, block: int) -> None:
+    """Calls step(first, last) for blocks of rows, on up to torch.get_num_threads() threads.
+
+    The caller works too, so a pool that another table keeps busy delays nobody.
+    """
+    threads = min(torch.get_num_threads(), -(-rows // block))
+    if threads <= 1:
+        step(0, rows)
+        return
+    firsts = itertools.count(0, block)
+
+    def work() -> None:
+        while (first := next(firsts)) < rows:
+            step(first, min(first + block, rows))
+
+    pool = _helpers(threads - 1)
+    helpers: list[Future[Any]] = [pool.submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()

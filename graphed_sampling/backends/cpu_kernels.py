@@ -1,0 +1,1228 @@
+# mypy: allow-untyped-defs
+"""The numba kernels of the `cpu` backend: one row at a time, no threads of their own.
+
+A row goes through four forms:
+
+    raw      `Workspace.y` holds the row's first `vocab_size` logits in fp32, NaN where an entry
+             is no candidate, and `group_keys` the maximum of every 64 as an integer key;
+    y        the same, after bans, bias and penalties (the contract's section 3);
+    dense    the survivors are the y at or above one threshold: what top_n_sigma and min_p leave;
+    listed   the survivors stand in `ids` and `values`, ids ascending: what every other filter
+             needs. A top-k or top-p bounds the survivors from the groups first, so that the list
+             is short wherever the row allows it.
+
+NaN stands for a banned entry while y is made, because it passes through every operation and
+compares false; an intermediate infinity is thus not mistaken for a ban.
+
+Probability masses are integers of 2^-40 of the survivors' maximum: their sums do not depend on
+an order, so no launch shape can decide a token. Nothing here may be contracted or reassociated:
+no fastmath anywhere.
+
+Every selection is a radix descent over integer keys, three or six passes over its list whatever
+the values are; nothing sorts the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+
+from graphed_sampling.layout import FinishReason, Output, Param, ParamFlags, RowFlags, State
+from graphed_sampling.philox import Stream
+
+GROUP: Final = 64
+"""Entries that share a maximum and a mass."""
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""Codes of the logits' element types."""
+
+_NAN = np.float32(np.nan)
+_INF = np.float32(np.inf)
+_FLT_MAX = np.finfo(np.float32).max
+_LN2 = math.log(2.0)
+_LOG2_E = 1.0 / _LN2
+_MASS_BITS = 40
+_ONE = 2.0**_MASS_BITS
+_Z_MIN = -64.0  # 2^-64 of the maximum: its mass is 0, as is everything's below 2^-41
+
+# Keys: int32 in the order of the floats. No float that is a number has the key _BANNED.
+_BANNED = -(2**31)
+_MAGNITUDE = 0x7FFFFFFF
+_INF_BITS = 0x7F800000
+_NEG_INF_KEY = -_INF_BITS - 1
+
+# Adding 1.5 * 2^52 rounds a float64 of magnitude below 2^51 to an integer, ties to even, and
+# leaves that integer in the low bits: rint and the conversion in one addition.
+_ROUND = 1.5 * 2.0**52
+_ROUND_BITS = int(np.float64(_ROUND).view(np.int64))
+
+# (2^f - 1) / f on [-1/2, 1/2], interpolated at the Chebyshev points: 2^f within 2^-38 relative.
+_EXP2 = (
+    0.6931471805568324,
+    0.24022650695888503,
+    0.055504109063258665,
+    0.00961812913523614,
+    0.0013333478473685416,
+    0.00015403475186530786,
+    1.5303700711365693e-05,
+    1.325080551750225e-06,
+)
+
+_F_ADMITTED = int(ParamFlags.ADMITTED)
+_F_GREEDY = int(ParamFlags.GREEDY)
+_F_FILTERED = int(ParamFlags.FILTERED)
+_F_LOGPROBS = int(ParamFlags.LOGPROBS)
+_F_PROCESSED = int(ParamFlags.PROCESSED)
+_F_RANK = int(ParamFlags.RANK)
+_F_ALLOWED = int(ParamFlags.ALLOWED)
+_F_PENALTIES = int(ParamFlags.PENALTIES)
+
+_R_PADDING = int(RowFlags.PADDING)
+_R_NAN = int(RowFlags.NAN)
+_R_POS_INF = int(RowFlags.POS_INF)
+_R_EMPTY = int(RowFlags.EMPTY)
+_R_FINISHED = int(RowFlags.FINISHED)
+
+_NONE = int(FinishReason.NONE)
+_STOP = int(FinishReason.STOP)
+_LENGTH = int(FinishReason.LENGTH)
+_TARGET = int(Stream.TARGET)
+
+
+class Offsets(NamedTuple):
+    """The sizes and offsets of a `TableLayout` that the kernels need, in the layout's names."""
+
+    vocab_size: int
+    max_requests: int
+    params_words: int
+    state_words: int
+    output_words: int
+    bitmap_words: int
+    bias_ids: int
+    bias_values: int
+    stop_ids: int
+    bad_words: int
+    max_bad_word_length: int
+    given_ids: int
+    recent_tokens: int
+    allowed_bits: int
+    prompt_bits: int
+    output_bits: int
+    counts: int
+    max_logprobs: int
+    max_logprob_ids: int
+    penalties: int
+    top_ids: int
+    top_logprobs: int
+    given_logprobs: int
+
+
+class Workspace(NamedTuple):
+    """Buffers of one thread. V stands for the vocabulary rounded up to whole groups."""
+
+    y: np.ndarray[Any, Any]  # float32 [V]: the row; NaN where an entry is no candidate
+    group_keys: np.ndarray[Any, Any]  # int32 [V / GROUP]: key of each group's maximum
+    group_mass: np.ndarray[Any, Any]  # int64 [V / GROUP]
+    dirty: np.ndarray[Any, Any]  # uint8 [V / GROUP]: whether group_keys must be renewed; else 0
+    wide: np.ndarray[Any, Any]  # float32 [GROUP]: a group of 16-bit logits
+    lanes: np.ndarray[Any, Any]  # float64 [GROUP]: partial sums
+    ids: np.ndarray[Any, Any]  # int32 [V]: the listed survivors, ascending
+    values: np.ndarray[Any, Any]  # float32 [V]: their y
+    z: np.ndarray[Any, Any]  # float64 [V]: log2 of their probability over the maximum's
+    mass: np.ndarray[Any, Any]  # int64 [V]: rint(2^40 * 2^z)
+    keys: np.ndarray[Any, Any]  # uint64 [V]: what a selection orders by
+    bins: np.ndarray[Any, Any]  # int64 [2048]: the histogram of one radix pass
+
+
+def make_workspace(vocab_size: int) -> Workspace:
+    groups = -(-vocab_size // GROUP)
+    size = groups * GROUP
+    return Workspace(
+        y=np.empty(size, np.float32),
+        group_keys=np.empty(groups, np.int32),
+        group_mass=np.empty(groups, np.int64),
+        dirty=np.zeros(groups, np.uint8),
+        wide=np.empty(GROUP, np.float32),
+        lanes=np.empty(GROUP, np.float64),
+        ids=np.empty(size, np.int32),
+        values=np.empty(size, np.float32),
+        z=np.empty(size, np.float64),
+        mass=np.empty(size, np.int64),
+        keys=np.empty(size, np.uint64),
+        bins=np.empty(2048, np.int64),
+    )
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """A function of these kernels; only the entries are cached, and hold the rest inlined."""
+    return njit(nogil=True, error_model="numpy")(function)
+
+
+def _entry(function: Callable[..., Any]) -> Any:
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # numba found no directory to write a cache to
+        return _jit(function)
+
+
+def _bitcast(name: str, source: Any, target: Any, target_ir: ir.Type) -> Any:
+    def typed(_context: Any, value: Any) -> Any:
+        def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], target_ir)
+
+        return target(source), generate
+
+    typed.__name__ = name
+    return intrinsic(typed)
+
+
+_bits64 = _bitcast("_bits64", types.float64, types.int64, ir.IntType(64))
+_float64 = _bitcast("_float64", types.int64, types.float64, ir.DoubleType())
+_bits32 = _bitcast("_bits32", types.float32, types.int32, ir.IntType(32))
+_float32 = _bitcast("_float32", types.int32, types.float32, ir.FloatType())
+
+
+def _count_trailing_zeros(_context: Any, value: Any) -> Any:
+
+    def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), generate
+
+
+_lowest_bit: Any = intrinsic(_count_trailing_zeros)  # of an int64 that is not 0
+
+
+# --------------------------------------------------------------------------- numbers
+
+
+@_jit
+def _key(value):
+    """The int32 key of a float32 that is not NaN."""
+    bits = _bits32(value)
+    return np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
+
+
+@_jit
+def _value(key):
+    """The float32 of a key."""
+    key = np.int32(key)
+    return _float32(np.int32(key ^ ((key >> 31) & _MAGNITUDE)))
+
+
+@_jit
+def _next_up(value):
+    """The least float32 above one that is not NaN or +inf."""
+    if value == 0.0:
+        return _value(1)
+    return _value(_key(value) + 1)
+
+
+@_jit
+def _round_down(value):
+    """The largest float32 that is at most `value`."""
+    rounded = np.float32(value)
+    return -_next_up(-rounded) if rounded > value else rounded
+
+
+@_jit
+def _round_up(value):
+    """The least float32 that is at least `value`."""
+    rounded = np.float32(value)
+    return _next_up(rounded) if rounded < value else rounded
+
+
+@_jit
+def _mass_bits(z):
+    """rint(2^40 * 2^z) + _ROUND_BITS, for -64 <= z <= 0.
+
+    Left as the bits of a float64, so that a loop over it stays in vector registers: the sum of
+    n masses is the sum of n of these less n * _ROUND_BITS (modulo 2^64).
+    """
+    t = z + _ROUND
+    f = z - (t - _ROUND)
+    p = _EXP2[7] * f + _EXP2[6]
+    p = p * f + _EXP2[5]
+    p = p * f + _EXP2[4]
+    p = p * f + _EXP2[3]
+    p = p * f + _EXP2[2]
+    p = p * f + _EXP2[1]
+    p = p * f + _EXP2[0]
+    p = p * f + 1.0
+    scaled = _float64(_bits64(p) + ((_bits64(t) + _MASS_BITS) << 52))
+    return _bits64(scaled + _ROUND)
+
+
+@_jit
+def _mass(z):
+    """rint(2^40 * 2^z) for z <= 0, -inf and NaN (a mass of 0) among them."""
+    return _mass_bits(z if z > _Z_MIN else _Z_MIN) - _ROUND_BITS
+
+
+@_jit
+def _high_product(a, b):
+    """floor(a * b / 2^64) of two uint64."""
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    a0, a1 = a & low, a >> half
+    b0, b1 = b & low, b >> half
+    middle = a1 * b0 + ((a0 * b0) >> half)
+    other = a0 * b1 + (middle & low)
+    return a1 * b1 + (middle >> half) + (other >> half)
+
+
+@_jit
+def _philox_word(seed, position, stream):
+    """`philox.word` on uint64s."""
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    key0, key1 = seed & low, seed >> half
+    c0, c1, c2, c3 = position & low, position >> half, stream, np.uint64(0)
+    for _ in range(10):
+        product0 = c0 * np.uint64(0xD2511F53)
+        product1 = c2 * np.uint64(0xCD9E8D57)
+        c0 = (product1 >> half) ^ c1 ^ key0
+        c1 = product1 & low
+        c2 = (product0 >> half) ^ c3 ^ key1
+        c3 = product0 & low
+        key0 = (key0 + np.uint64(0x9E3779B9)) & low
+        key1 = (key1 + np.uint64(0xBB67AE85)) & low
+    return (c1 << half) | c0
+
+
+@_jit
+def _read64(words, at):
+    """The int64 of two int32 words, low word first."""
+    return (np.int64(words[at + 1]) << 32) | (np.int64(words[at]) & 0xFFFFFFFF)
+
+
+@_jit
+def _write64(words, at, value):
+    words[at] = np.int32(value)
+    words[at + 1] = np.int32(value >> 32)
+
+
+@_jit
+def _read_float(words, at):
+    return _float32(words[at])
+
+
+# --------------------------------------------------------------------------- loading a row
+
+
+@_jit
+def _widen_half(bits):
+    """The float32 of a float16's bits (int16)."""
+    magnitude = np.int32((bits & 0x7FFF) << 13)
+    # The exponent lies 112 too low; the product is exact, of subnormals too.
+    finite = _bits32(_float32(magnitude) * np.float32(2.0**112))
+    special = np.int32(magnitude | _INF_BITS)
+    unsigned = special if magnitude >= 0x0F800000 else finite
+    return _float32(np.int32(unsigned | ((np.int32(bits) & 0x8000) << 16)))
+
+
+@_jit
+def _widen_brain(bits):
+    """The float32 of a bfloat16's bits (int16)."""
+    return _float32(np.int32(np.int32(bits) << 16))
+
+
+@_jit
+def _logit(logits, kind, at):
+    """Entry `at` of the logits as float32, whatever it is."""
+    if kind == FLOAT32:
+        return logits.view(np.float32)[at]
+    if kind == BFLOAT16:
+        return _widen_brain(logits.view(np.int16)[at])
+    return _widen_half(logits.view(np.int16)[at])
+
+
+@_jit
+def _load_group(source, start, count, y, base):
+    """Sanitise `count` entries into y[base:]; returns (key of the maximum, largest magnitude)."""
+    best = np.int32(_BANNED)
+    magnitude = np.int32(0)
+    for j in range(count):
+        value = source[start + j] + np.float32(0.0)  # -0.0 becomes 0.0
+        bits = _bits32(value)
+        absolute = np.int32(bits & _MAGNITUDE)
+        key = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
+        banned = (absolute > _INF_BITS) | (key == _NEG_INF_KEY)
+        key = np.int32(_BANNED) if banned else key
+        y[base + j] = _NAN if banned else value
+        best = np.int32(max(best, key))
+        magnitude = np.int32(max(magnitude, absolute))
+    return best, magnitude
+
+
+@_jit
+def _load_row(logits, kind, start, size, ws):
+    """The raw form of the row that starts at entry `start`; returns whether it holds a NaN."""
+    magnitude = np.int32(0)
+    # Slices, so that indices are seen to be >= 0: a wrap-around check would cost the vectors.
+    shorts = logits.view(np.int16)[start : start + size]
+    floats = logits.view(np.float32)[start : start + size] if kind == FLOAT32 else ws.wide
+    for group in range((size + GROUP - 1) // GROUP):
+        base = group * GROUP
+        count = min(GROUP, size - base)
+        if kind == FLOAT32:
+            if count == GROUP:  # a constant trip count keeps the loop in whole vectors
+                best, largest = _load_group(floats, base, GROUP, ws.y, base)
+            else:
+                best, largest = _load_group(floats, base, count, ws.y, base)
+        else:
+            if kind == BFLOAT16:
+                for j in range(count):
+                    ws.wide[j] = _widen_brain(shorts[base + j])
+            else:
+                for j in range(count):
+                    ws.wide[j] = _widen_half(shorts[base + j])
+            best, largest = _load_group(ws.wide, 0, count, ws.y, base)
+        for j in range(count, GROUP):
+            ws.y[base + j] = _NAN
+        ws.group_keys[group] = best
+        magnitude = np.int32(max(magnitude, largest))
+    return magnitude > _INF_BITS
+
+
+@_jit
+def _renew_groups(groups, ws):
+    """Takes the maxima of the dirty groups anew."""
+    for group in range(groups):
+        if ws.dirty[group]:
+            ws.dirty[group] = 0
+            best = np.int32(_BANNED)
+            for j in range(GROUP):
+                value = ws.y[group * GROUP + j]
+                bits = _bits32(value)
+                key = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
+                key = key if value == value else np.int32(_BANNED)
+                best = np.int32(max(best, key))
+            ws.group_keys[group] = best
+
+
+@_jit
+def _best_key(groups, ws):
+    best = np.int32(_BANNED)
+    for group in range(groups):
+        best = np.int32(max(best, ws.group_keys[group]))
+    return best
+
+
+@_jit
+def _first_equal(groups, key, ws):
+    """The lowest id whose y has this key, which is the row's maximum."""
+    value = _value(key)
+    for group in range(groups):
+        if ws.group_keys[group] == key:
+            for i in range(group * GROUP, (group + 1) * GROUP):
+                if ws.y[i] == value:
+                    return i
+    return 0
+
+
+# --------------------------------------------------------------------------- raw logprobs
+
+
+@_jit
+def _add_masses(groups, maximum, scale, threshold, ws):
+    """Mass of every group's y at or above `threshold`, into `group_mass`; returns the sum.
+
+    maximum: float32, of the y; scale: log2(e) / temperature.
+    """
+    total = 0
+    threshold_key = _key(threshold)
+    top = np.float64(maximum)
+    for group in range(groups):
+        key = ws.group_keys[group]
+        if key < threshold_key or (np.float64(_value(key)) - top) * scale < -42.0:
+            ws.group_mass[group] = 0  # all masses round to 0
+            continue
+        sum_bits = 0
+        base = group * GROUP
+        for j in range(GROUP):
+            value = ws.y[base + j]
+            z = (np.float64(value) - top) * scale
+            z = z if (z > _Z_MIN) & (value >= threshold) else _Z_MIN
+            sum_bits += _mass_bits(z)
+        mass = sum_bits - GROUP * _ROUND_BITS
+        ws.group_mass[group] = mass
+        total += mass
+    return total
+
+
+@_jit
+def _raw_normaliser(groups, ws):
+    """(maximum, ln of the normaliser relative to it) of a row in raw form.
+
+    With +inf in the row the normaliser is their number; without a finite entry the maximum is
+    -inf. `_raw_logprob` takes both.
+    """
+    key = _best_key(groups, ws)
+    if key == _BANNED:
+        return -_INF, 0.0
+    maximum = _value(key)
+    if maximum == _INF:
+        count = 0
+        for i in range(groups * GROUP):
+            count += 1 if ws.y[i] == _INF else 0
+        return maximum, math.log(np.float64(count))
+    total = _add_masses(groups, maximum, _LOG2_E, -_INF, ws)
+    return maximum, math.log(np.float64(total) / _ONE)
+
+
+@_jit
+def _raw_logprob(logit, maximum, log_normaliser):
+    """log_softmax of one raw logit, the row's normaliser given."""
+    if not logit > -_INF:  # NaN counts as -inf
+        return -_INF
+    if maximum == _INF:
+        return np.float32(-log_normaliser) if logit == _INF else -_INF
+    return np.float32((np.float64(logit) - np.float64(maximum)) - log_normaliser)
+
+
+# --------------------------------------------------------------------------- selections
+
+
+@_jit
+def _select(keys, mass, weighted, count, bits, target, bins):
+    """The least key up to which the weights reach `target`, and the weight strictly below it.
+
+    Weights are `mass`, or 1 each if not `weighted`; all together they reach the target. A radix
+    descent from the top bit: ceil(bits / 11) passes, whatever the keys.
+    """
+    prefix = np.uint64(0)
+    below = 0
+    shift = bits
+    while shift > 0:
+        width = min(11, shift)
+        shift -= width
+        size = 1 << width
+        for b in range(size):
+            bins[b] = 0
+        for i in range(count):
+            digits = keys[i] >> np.uint64(shift)
+            # In two steps: the first pass would shift 64 bits by 64.
+            if digits >> np.uint64(width) == prefix:
+                bins[np.int64(digits & np.uint64(size - 1))] += mass[i] if weighted else 1
+        b = 0
+        while b < size - 1 and below + bins[b] < target:
+            below += bins[b]
+            b += 1
+        prefix = (prefix << np.uint64(width)) | np.uint64(b)
+    return prefix, below
+
+
+@_jit
+def _descending_keys(count, ws):
+    """32-bit keys that order the listed survivors by falling y."""
+    for i in range(count):
+        ws.keys[i] = np.uint64(_MAGNITUDE - np.int64(_key(ws.values[i])))
+
+
+@_jit
+def _cut(count, weighted, target, ws):
+    """Keeps the smallest prefix, in (y falling, id rising), whose weight reaches `target`.
+
+    Returns the number kept; `ids`, `values`, `z` and `mass` are closed up.
+    """
+    _descending_keys(count, ws)
+    last, reached = _select(ws.keys, ws.mass, weighted, count, 32, target, ws.bins)
+    kept = 0
+    for i in range(count):
+        if ws.keys[i] > last:
+            continue
+        if ws.keys[i] == last:
+            if reached >= target:
+                continue
+            reached += ws.mass[i] if weighted else 1
+        _move(i, kept, ws)
+        kept += 1
+    return kept
+
+
+@_jit
+def _move(source, target, ws):
+    ws.ids[target] = ws.ids[source]
+    ws.values[target] = ws.values[source]
+    ws.z[target] = ws.z[source]
+    ws.mass[target] = ws.mass[source]
+
+
+@_jit
+def _gather(groups, threshold, ws):
+    """Lists the y at or above `threshold`, ids ascending; returns their number."""
+    count = 0
+    threshold_key = _key(threshold)
+    for group in range(groups):
+        if ws.group_keys[group] >= threshold_key and ws.group_keys[group] != _BANNED:
+            for i in range(group * GROUP, (group + 1) * GROUP):
+                value = ws.y[i]
+                ws.ids[count] = i
+                ws.values[count] = value
+                count += 1 if value >= threshold else 0
+    return count
+
+
+@_jit
+def _largest_bound(groups, wanted, ws):
+    """A float32 that at least `wanted` of the y reach, if so many are candidates; else -inf.
+
+    It is the wanted-th largest of the groups' maxima: few y besides reach it.
+    """
+    if wanted >= groups:
+        return -_INF
+    for group in range(groups):
+        ws.keys[group] = np.uint64(_MAGNITUDE - np.int64(ws.group_keys[group]))
+    key, _ = _select(ws.keys, ws.mass, False, groups, 32, wanted, ws.bins)
+    key = _MAGNITUDE - np.int64(key)
+    return -_INF if key == _BANNED else _value(key)
+
+
+@_jit
+def _list_largest(groups, wanted, threshold, ws):
+    """Lists the `wanted` first y >= threshold in (y falling, id rising); ids ascend in the list."""
+    count = _gather(groups, max(threshold, _largest_bound(groups, wanted, ws)), ws)
+    return _cut(count, False, wanted, ws) if count > wanted else count
+
+
+@_jit
+def _sort_list(count, ws):
+    """Leaves in `keys` the list's places in (y falling, id rising). Heap sort: bounded."""
+    keys = ws.keys
+    for i in range(count):
+        # Places ascend with ids, so equal y fall by place.
+        falling = np.uint64(_MAGNITUDE - np.int64(_key(ws.values[i])))
+        keys[i] = (falling << np.uint64(32)) | np.uint64(i)
+    for end in range(2 * count - 1, 0, -1):
+        # The first count rounds build the heap from its leaves up, the others take its top away.
+        if end >= count:
+            root, size = end - count, count
+        else:
+            root, size = 0, end
+            keys[0], keys[end] = keys[end], keys[0]
+        while True:
+            child = 2 * root + 1
+            if child >= size:
+                break
+            if child + 1 < size and keys[child + 1] > keys[child]:
+                child += 1
+            if keys[root] >= keys[child]:
+                break
+            keys[root], keys[child] = keys[child], keys[root]
+            root = child
+    for i in range(count):
+        keys[i] &= np.uint64(0xFFFFFFFF)
+
+
+# --------------------------------------------------------------------------- y
+
+
+@_jit
+def _ban(token, size, ws):
+    if 0 <= token < size:
+        ws.y[token] = _NAN
+        ws.dirty[token // GROUP] = 1
+
+
+@_jit
+def _clamp(value):
+    """Into the finite range, -0.0 to 0.0; NaN, a ban, stays."""
+    if value > _FLT_MAX:
+        return _FLT_MAX
+    if value < -_FLT_MAX:
+        return -_FLT_MAX
+    return value + np.float32(0.0)
+
+
+@_jit
+def _apply_bitmaps(bitmask, mask_at, tables, allowed_at, size, ws):
+    """Bans what the grammar bitmask or the slot's allowed bitmap lacks; an offset < 0 is none."""
+    for w in range((size + 31) // 32):
+        word = np.int64(-1)
+        if mask_at >= 0:
+            word &= np.int64(bitmask[mask_at + w])
+        if allowed_at >= 0:
+            word &= np.int64(tables[allowed_at + w])
+        if word == -1:
+            continue
+        ws.dirty[w * 32 // GROUP] = 1
+        for j in range(min(32, size - w * 32)):
+            if not (word >> j) & 1:
+                ws.y[w * 32 + j] = _NAN
+
+
+@_jit
+def _apply_penalties(params, p, slot, tables, off, ws):
+    repetition = _read_float(params, p + Param.REPETITION_PENALTY)
+    frequency = _read_float(params, p + Param.FREQUENCY_PENALTY)
+    presence = _read_float(params, p + Param.PRESENCE_PENALTY)
+    prompt = off.prompt_bits + slot * off.bitmap_words
+    output = off.output_bits + slot * off.bitmap_words
+    counts = off.counts + slot * off.vocab_size
+    for w in range(off.bitmap_words):
+        in_output = np.int64(tables[output + w]) & 0xFFFFFFFF
+        seen = in_output | (np.int64(tables[prompt + w]) & 0xFFFFFFFF)
+        while seen != 0:
+            bit = _lowest_bit(seen)
+            seen &= seen - 1
+            token = w * 32 + bit
+            value = ws.y[token]
+            value = value / repetition if value > 0 else value * repetition
+            if (in_output >> bit) & 1:
+                value = value - frequency * np.float32(tables[counts + token])
+                value = value - presence
+            ws.y[token] = _clamp(value)
+            ws.dirty[token // GROUP] = 1
+
+
+@_jit
+def _apply_bad_words(params, p, state, s, off, ws):
+    length = off.max_bad_word_length
+    for k in range(params[p + Param.NUM_BAD_WORDS]):
+        at = p + off.bad_words + k * length
+        matches = True
+        for j in range(1, length):
+            token = params[at + j]
+            matches &= token == -1 or token == state[s + State.RECENT + j - 1]
+        if matches:
+            _ban(np.int64(params[at]), off.vocab_size, ws)
+
+
+@_jit
+def _make_y(logits, kind, start, bitmask, mask_at, params, p, state, s, slot, tables, off, ws):
+    """From the raw form to y. Returns (whether anything changed, whether +inf entries survive)."""
+    size = off.vocab_size
+    groups = (size + GROUP - 1) // GROUP
+    flags = params[p + Param.FLAGS]
+    pos_inf = _best_key(groups, ws) == _INF_BITS
+    changed = pos_inf
+    allowed_at = off.allowed_bits + slot * off.bitmap_words if flags & _F_ALLOWED else -1
+    if mask_at >= 0 or allowed_at >= 0:
+        changed = True
+        _apply_bitmaps(bitmask, mask_at, tables, allowed_at, size, ws)
+    for k in range(params[p + Param.NUM_BIAS]):
+        changed = True
+        token = np.int64(params[p + off.bias_ids + k])
+        bias = _read_float(params, p + off.bias_values + k)
+        ws.y[token] = _NAN if bias == -_INF else ws.y[token] + bias
+        ws.dirty[token // GROUP] = 1
+    if state[s + State.NUM_GENERATED] < params[p + Param.MIN_TOKENS]:
+        for k in range(params[p + Param.NUM_STOP]):
+            changed = True
+            _ban(np.int64(params[p + off.stop_ids + k]), size, ws)
+    if flags & _F_PENALTIES:
+        changed = True
+        _apply_penalties(params, p, slot, tables, off, ws)
+    if params[p + Param.NUM_BAD_WORDS] > 0:
+        changed = True
+        _apply_bad_words(params, p, state, s, off, ws)
+    if not changed:
+        return False, False
+    for k in range(params[p + Param.NUM_BIAS]):
+        token = np.int64(params[p + off.bias_ids + k])
+        ws.y[token] = _clamp(ws.y[token])
+    if pos_inf:
+        pos_inf = False
+        for i in range(size):
+            if ws.y[i] == ws.y[i] and _logit(logits, kind, start + i) == _INF:
+                pos_inf = True
+    if pos_inf:
+        for i in range(size):
+            survives = ws.y[i] == ws.y[i] and _logit(logits, kind, start + i) == _INF
+            ws.y[i] = np.float32(0.0) if survives else _NAN
+        for group in range(groups):
+            ws.dirty[group] = 1
+    _renew_groups(groups, ws)
+    return True, pos_inf
+
+
+# --------------------------------------------------------------------------- filters
+
+
+@_jit
+def _sigma_bound(groups, maximum, sigmas, ws):
+    """top_n_sigma's bound: maximum - sigmas * population standard deviation of the y."""
+    lanes = ws.lanes
+    count = 0
+    lanes[:] = 0.0
+    # 64 partial sums, each in the order of the ids: a function of the row, and vectors.
+    for group in range(groups):
+        for j in range(GROUP):
+            value = ws.y[group * GROUP + j]
+            present = value == value
+            count += 1 if present else 0
+            lanes[j] += np.float64(value) if present else 0.0
+    total = 0.0
+    for j in range(GROUP):
+        total += lanes[j]
+    mean = total / count
+    lanes[:] = 0.0
+    for group in range(groups):
+        for j in range(GROUP):
+            value = ws.y[group * GROUP + j]
+            distance = np.float64(value) - mean if value == value else 0.0
+            lanes[j] += distance * distance
+    total = 0.0
+    for j in range(GROUP):
+        total += lanes[j]
+    return _round_up(np.float64(maximum) - np.float64(sigmas) * math.sqrt(total / count))
+
+
+@_jit
+def _weigh(count, scale, ws):
+    """z and masses of the listed survivors relative to their own maximum; returns the sum."""
+    maximum = -_INF
+    for i in range(count):
+        maximum = max(maximum, ws.values[i])
+    total = 0
+    for i in range(count):
+        z = (np.float64(ws.values[i]) - np.float64(maximum)) * scale
+        ws.z[i] = z
+        mass = _mass(z)
+        ws.mass[i] = mass
+        total += mass
+    return total
+
+
+@_jit
+def _mean_z(count, total, ws):
+    """The mean of z over the listed survivors' masses."""
+    weighted = 0.0
+    for i in range(count):
+        if ws.mass[i] > 0:
+            weighted += np.float64(ws.mass[i]) * ws.z[i]
+    return weighted / np.float64(total)
+
+
+@_jit
+def _share(total, share):
+    """The mass that `share` (float32, in (0, 1)) of `total` takes."""
+    return np.int64(math.ceil(np.float64(share) * np.float64(total)))
+
+
+@_jit
+def _typical_cut(count, total, share, ws):
+    """Keeps the survivors whose information lies nearest to the entropy, up to mass `share`."""
+    mean = _mean_z(count, total, ws)
+    for i in range(count):
+        # |-ln p - H| = ln 2 * |z - mean|; floats >= 0 are ordered as their bits.
+        ws.keys[i] = np.uint64(_bits64(abs(ws.z[i] - mean)))
+    last, _ = _select(ws.keys, ws.mass, True, count, 64, _share(total, share), ws.bins)
+    kept = 0
+    for i in range(count):
+        if ws.keys[i] <= last:
+            _move(i, kept, ws)
+            kept += 1
+    return kept
+
+
+@_jit
+def _bound_cut(count, bound, ws):
+    """Keeps the survivors with z >= bound, and the maximum's equals (their z is 0)."""
+    kept = 0
+    for i in range(count):
+        if ws.z[i] >= bound or ws.z[i] == 0.0:
+            _move(i, kept, ws)
+            kept += 1
+    return kept
+
+
+@_jit
+def _top_p_bound(total, share, size, maximum, scale):
+    """A float32 that every y of the top-p prefix of a dense row reaches.
+
+    `size` entries with z < c weigh at most 2^(40 + c) + 1 each: c is chosen so that together
+    they are no more than what the prefix leaves out.
+    """
+    room = np.float64(total - _share(total, share)) / size * (1.0 - 1e-9) - 1.0
+    # Below z = -41 a mass is 0, and the prefix ends before those.
+    cutoff = math.log2(room) - _MASS_BITS if room > 0.5 else -1.0 - _MASS_BITS
+    return _round_down(np.float64(maximum) + (cutoff - 1e-6) / scale)
+
+
+# --------------------------------------------------------------------------- the draw
+
+
+@_jit
+def _draw_dense(groups, maximum, scale, threshold, r, ws):
+    """The first id whose cumulative mass exceeds r; `group_mass` holds the groups'."""
+    group = 0
+    while group < groups - 1 and r >= ws.group_mass[group]:
+        r -= ws.group_mass[group]
+        group += 1
+    token = 0
+    for i in range(group * GROUP, (group + 1) * GROUP):
+        value = ws.y[i]
+        if value >= threshold:
+            mass = _mass((np.float64(value) - np.float64(maximum)) * scale)
+            if r < mass:
+                return i
+            r -= mass
+            token = i
+    return token
+
+
+@_jit
+def _draw_listed(count, r, ws):
+    """The place in the list of the first survivor whose cumulative mass exceeds r."""
+    for i in range(count):
+        if r < ws.mass[i]:
+            return i
+        r -= ws.mass[i]
+    return count - 1
+
+
+@_jit
+def _find(count, token, ws):
+    """The place of `token` in the list, or -1."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if ws.ids[middle] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < count and ws.ids[low] == token else -1
+
+
+@_jit
+def _count_larger(groups, value, ws):
+    """How many of the row are strictly larger than `value`, which may be -inf."""
+    key = _key(value)
+    larger = 0
+    for group in range(groups):
+        if ws.group_keys[group] > key:
+            for i in range(group * GROUP, (group + 1) * GROUP):
+                larger += 1 if ws.y[i] > value else 0
+    return larger
+
+
+# --------------------------------------------------------------------------- the output record
+
+
+@_jit
+def _clear_record(output, o, off, flags, finish, generation):
+    """A record that says nothing was drawn; the lists unasked for."""
+    nan = _bits32(_NAN)
+    for j in range(off.output_words):
+        output[o + j] = 0
+    _write64(output, o + Output.TOKEN_ID, np.int64(-1))
+    output[o + Output.LOGPROB] = nan
+    output[o + Output.FINISH_REASON] = finish
+    output[o + Output.FLAGS] = flags
+    output[o + Output.GENERATION] = generation
+    for j in range(2 * off.max_logprobs):
+        output[o + off.top_ids + j] = -1
+    for j in range(off.max_logprobs):
+        output[o + off.top_logprobs + j] = nan
+    for j in range(off.max_logprob_ids):
+        output[o + off.given_logprobs + j] = nan
+
+
+@_jit
+def _write_top(output, o, off, k, token, logprob):
+    _write64(output, o + off.top_ids + 2 * k, np.int64(token))
+    output[o + off.top_logprobs + k] = _bits32(np.float32(logprob))
+
+
+@_jit
+def _write_raw_top(output, o, off, wanted, groups, maximum, log_norm, ws):
+    """The best raw logprobs of a row in raw form. Uses the list."""
+    # Beside +inf nothing else has a probability.
+    count = _list_largest(groups, wanted, _INF if maximum == _INF else -_INF, ws)
+    _sort_list(count, ws)
+    for k in range(wanted):
+        if k < count:
+            place = np.int64(ws.keys[k])
+            logprob = _raw_logprob(ws.values[place], maximum, log_norm)
+            _write_top(output, o, off, k, ws.ids[place], logprob)
+        else:
+            _write_top(output, o, off, k, -1, -_INF)
+
+
+@_jit
+def _advance(state, s, token, finish, tables, slot, off):
+    """The slot's state after `token`."""
+    _write64(state, s + State.POSITION, _read64(state, s + State.POSITION) + 1)
+    _write64(state, s + State.LAST_TOKEN, np.int64(token))
+    state[s + State.NUM_GENERATED] += 1
+    state[s + State.FINISH_REASON] = finish
+    for j in range(off.recent_tokens - 1, 0, -1):
+        state[s + State.RECENT + j] = state[s + State.RECENT + j - 1]
+    if off.recent_tokens > 0:
+        state[s + State.RECENT] = token
+    if off.penalties:
+        word = off.output_bits + slot * off.bitmap_words + token // 32
+        bit = np.int32(np.int64(1) << (token % 32))
+        count = off.counts + slot * off.vocab_size + token
+        tables[count] = tables[count] + 1 if tables[word] & bit else 1
+        tables[word] |= bit
+
+
+@_jit
+def _finish_reason(token, params, p, generated, off):
+    for k in range(params[p + Param.NUM_STOP]):
+        if params[p + off.stop_ids + k] == token:
+            return _STOP
+    limit = params[p + Param.MAX_TOKENS]
+    return _LENGTH if 0 < limit <= generated else _NONE
+
+
+# --------------------------------------------------------------------------- a row
+
+
+@_jit
+def _step_row(
+    row, slot, logits, kind, start, params, state, tables, output,
+    bitmask, mask_at, words, off, ws,
+):  # fmt: skip
+    o = row * off.output_words
+    p = slot * off.params_words
+    s = slot * off.state_words
+    if slot < 0 or slot >= off.max_requests or not params[p + Param.FLAGS] & _F_ADMITTED:
+        _clear_record(output, o, off, _R_PADDING, _NONE, 0)
+        return
+    generation = state[s + State.GENERATION]
+    finish = state[s + State.FINISH_REASON]
+    if finish != _NONE:
+        _clear_record(output, o, off, _R_FINISHED, finish, generation)
+        return
+    _clear_record(output, o, off, 0, _NONE, generation)
+
+    size = off.vocab_size
+    groups = (size + GROUP - 1) // GROUP
+    flags = params[p + Param.FLAGS]
+    num_top = np.int64(params[p + Param.TOP_LOGPROBS])
+    num_given = np.int64(params[p + Param.NUM_GIVEN])
+    processed = flags & _F_PROCESSED != 0
+    wants_logprobs = flags & _F_LOGPROBS != 0 or num_top > 0 or num_given > 0
+    row_flags = _R_NAN if _load_row(logits, kind, start, size, ws) else 0
+
+    raw_max, raw_log = _INF, 0.0
+    if wants_logprobs and not processed:
+        raw_max, raw_log = _raw_normaliser(groups, ws)
+        if num_top > 0:
+            _write_raw_top(output, o, off, num_top, groups, raw_max, raw_log, ws)
+
+    changed, pos_inf = _make_y(
+        logits, kind, start, bitmask, mask_at, params, p, state, s, slot, tables, off, ws
+    )
+    if pos_inf:
+        row_flags |= _R_POS_INF
+
+    # Survivors: dense (count = -1) or listed. `total` is their mass where masses are needed.
+    key = _best_key(groups, ws)
+    maximum = _value(key)
+    threshold = -_INF
+    scale = _LOG2_E / np.float64(_read_float(params, p + Param.TEMPERATURE))
+    count = -1
+    total = 0
+    place = 0
+    num_kept = 0
+    if key == _BANNED or flags & _F_GREEDY:
+        if key == _BANNED:
+            row_flags |= _R_EMPTY
+            token = 0
+            if mask_at >= 0:
+                for i in range(size):
+                    if (bitmask[mask_at + i // 32] >> (i % 32)) & 1:
+                        token = i
+                        break
+            maximum = np.float32(0.0)
+        else:
+            token = _first_equal(groups, key, ws)
+        count, num_kept = 1, 1
+        ws.ids[0] = token
+        ws.values[0] = maximum
+        total = _weigh(count, 1.0, ws)
+    else:
+        count, threshold, total = _filter_row(params, p, groups, maximum, scale, off, ws)
+        word = np.uint64(0)
+        if words.size > 0:
+            word = np.uint64(words[row])
+        else:
+            seed = np.uint64(_read64(params, p + Param.SEED))
+            position = np.uint64(_read64(state, s + State.POSITION))
+            word = _philox_word(seed, position, np.uint64(_TARGET))
+        r = np.int64(_high_product(word, np.uint64(total)))
+        if count < 0:
+            token = _draw_dense(groups, maximum, scale, threshold, r, ws)
+        else:
+            place = _draw_listed(count, r, ws)
+            token = int(ws.ids[place])
+        if flags & _F_FILTERED:
+            num_kept = count
+            if count < 0:
+                num_kept = 0
+                for i in range(groups * GROUP):
+                    num_kept += 1 if ws.y[i] >= threshold else 0
+
+    generated = state[s + State.NUM_GENERATED] + 1
+    finish = _finish_reason(token, params, p, generated, off)
+    _write64(output, o + Output.TOKEN_ID, np.int64(token))
+    output[o + Output.NUM_KEPT] = num_kept
+    output[o + Output.FINISH_REASON] = finish
+    output[o + Output.FLAGS] = row_flags
+
+    if flags & _F_RANK and processed:
+        value = ws.y[token] if count < 0 else ws.values[place]
+        output[o + Output.RANK] = 1 + _count_larger(groups, value, ws)
+    if wants_logprobs and processed:
+        log_total = math.log(np.float64(total) / _ONE)
+        _write_processed(
+            output, o, token, params, p, count, threshold, groups, maximum, scale, log_total,
+            off, ws,
+        )  # fmt: skip
+    if not processed:
+        logit = _logit(logits, kind, start + token)
+        if flags & _F_LOGPROBS:
+            output[o + Output.LOGPROB] = _bits32(_raw_logprob(logit, raw_max, raw_log))
+        for k in range(num_given):
+            given = np.int64(params[p + off.given_ids + k])
+            other = _logit(logits, kind, start + given)
+            logprob = _raw_logprob(other, raw_max, raw_log)
+            output[o + off.given_logprobs + k] = _bits32(logprob)
+        if flags & _F_RANK:
+            if changed:
+                _load_row(logits, kind, start, size, ws)
+            value = logit if logit > -_INF else -_INF
+            output[o + Output.RANK] = 1 + _count_larger(groups, value, ws)
+    _advance(state, s, token, finish, tables, slot, off)
+
+
+@_jit
+def _filter_row(params, p, groups, maximum, scale, off, ws):
+    """Applies the filters in the contract's order; returns (count, threshold, total mass).
+
+    count < 0: the survivors are the y >= threshold, and `group_mass` holds their masses. Else
+    they are listed, with z and masses.
+    """
+    top_k = np.int64(params[p + Param.TOP_K])
+    top_p = _read_float(params, p + Param.TOP_P)
+    typical = _read_float(params, p + Param.TYPICAL_P)
+    epsilon = _read_float(params, p + Param.EPSILON_CUTOFF)
+    eta = _read_float(params, p + Param.ETA_CUTOFF)
+    sigmas = _read_float(params, p + Param.TOP_N_SIGMA)
+    threshold = -_INF
+    if sigmas > 0:
+        threshold = _sigma_bound(groups, maximum, sigmas, ws)
+    if _read_float(params, p + Param.MIN_P) > 0:
+        offset = _float64(_read64(params, p + Param.MIN_P_OFFSET))
+        threshold = max(threshold, _round_down(np.float64(maximum) + offset))
+
+    total = 0
+    count = -1
+    if 0 < top_k < off.vocab_size:
+        count = _list_largest(groups, top_k, threshold, ws)
+        total = _weigh(count, scale, ws)
+        if top_p < 1:
+            count = _cut(count, True, _share(total, top_p), ws)
+    elif top_p < 1:
+        total = _add_masses(groups, maximum, scale, threshold, ws)
+        bound = _top_p_bound(total, top_p, off.vocab_size, maximum, scale)
+        count = _gather(groups, max(threshold, bound), ws)
+        _weigh(count, scale, ws)
+        count = _cut(count, True, _share(total, top_p), ws)
+    elif typical < 1 or epsilon > 0 or eta > 0:
+        count = _gather(groups, threshold, ws)
+    else:
+        return count, threshold, _add_masses(groups, maximum, scale, threshold, ws)
+
+    total = _weigh(count, scale, ws)
+    if typical < 1:
+        count = _typical_cut(count, total, typical, ws)
+        total = _weigh(count, scale, ws)  # the maximum may be gone
+    if epsilon > 0:
+        log_total = math.log2(np.float64(total) / _ONE)
+        count = _bound_cut(count, math.log2(np.float64(epsilon)) + log_total, ws)
+        total = _weigh(count, scale, ws)
+    if eta > 0:
+        log_total = math.log2(np.float64(total) / _ONE)
+        log_eta = math.log2(np.float64(eta))
+        bound = min(log_eta + log_total, 0.5 * log_eta + _mean_z(count, total, ws))
+        count = _bound_cut(count, bound, ws)
+        total = _weigh(count, scale, ws)
+    return count, threshold, total
+
+
+@_jit
+def _write_processed(
+    output, o, token, params, p, count, threshold, groups, maximum, scale, log_total, off, ws
+):
+    """Token's, given and top logprobs of the distribution that was drawn from."""
+    if params[p + Param.FLAGS] & _F_LOGPROBS:
+        logprob = _processed_logprob(token, count, threshold, maximum, scale, log_total, ws)
+        output[o + Output.LOGPROB] = _bits32(logprob)
+    for k in range(params[p + Param.NUM_GIVEN]):
+        given = np.int64(params[p + off.given_ids + k])
+        logprob = _processed_logprob(given, count, threshold, maximum, scale, log_total, ws)
+        output[o + off.given_logprobs + k] = _bits32(logprob)
+    wanted = np.int64(params[p + Param.TOP_LOGPROBS])
+    if wanted == 0:
+        return
+    if count < 0:
+        count = _list_largest(groups, wanted, threshold, ws)
+        for i in range(count):
+            ws.z[i] = (np.float64(ws.values[i]) - np.float64(maximum)) * scale
+    elif count > wanted:
+        count = _cut(count, False, wanted, ws)
+    _sort_list(count, ws)
+    for k in range(wanted):
+        if k < count:
+            place = np.int64(ws.keys[k])
+            _write_top(output, o, off, k, ws.ids[place], ws.z[place] * _LN2 - log_total)
+        else:
+            _write_top(output, o, off, k, -1, -_INF)
+
+
+@_jit
+def _processed_logprob(token, count, threshold, maximum, scale, log_total, ws):
+    if count < 0:
+        value = ws.y[token]
+        if not value >= threshold:
+            return -_INF
+        z = (np.float64(value) - np.float64(maximum)) * scale
+    else:
+        place = _find(count, token, ws)
+        if place < 0:
+            return -_INF
+        z = ws.z[place]
+    return np.float32(z * _LN2 - log_total)
+
+
+def _offsets_digest() -> int:
+    """A number that changes with the record offsets, which the compiled code holds as constants."""
+    kinds: tuple[type[IntEnum], ...] = (Param, State, Output)
+    text = repr([sorted(kind.__members__.items()) for kind in kinds])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+OFFSETS_DIGEST: Final = _offsets_digest()
+
+
+@_entry
+def step_rows(
+    first, last, logits, kind, row_stride, slots, params, state, tables, output,
+    bitmask, mask_stride, words, off, ws,
+):  # fmt: skip
+    """Steps rows [first, last). Returns OFFSETS_DIGEST as it was compiled in.
+
+    logits: uint8, `kind` its element type, rows `row_stride` elements apart. bitmask: int32, rows
+    `mask_stride` words apart, or empty. words: int64, or empty. The records: int32, flat.
+    """
+    for row in range(first, last):
+        mask_at = row * mask_stride if bitmask.size > 0 else -1
+        _step_row(
+            row, np.int64(slots[row]), logits, kind, row * row_stride, params, state, tables,
+            output, bitmask, mask_at, words, off, ws,
+        )  # fmt: skip
+    return OFFSETS_DIGEST
