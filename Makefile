@@ -9,7 +9,7 @@ NATIVE := setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 setup: .venv/ready .venv/lint
 test: .venv/ready ; $(BIN)/python -m pytest -q
 demo: .venv/ready ; $(BIN)/graphed-sampling demo
-bench: .venv/ready ; $(BIN)/python -m pytest -q bench
+bench: .venv/ready ; $(BIN)/python bench/bench_host.py
 
 lint: .venv/ready .venv/lint
 	$(BIN)/ruff check

@@ -113,7 +113,8 @@ def test_pure_wheel_on_request(tmp_path: Path) -> None:
 
 # --- scatter_segments -------------------------------------------------------------------------
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
 
 # Lengths in words. Around the sizes at which the CUDA kernel changes its way of copying: 4 words a
 # lane, 256 a warp, one segment a warp up to 8192 segments.
@@ -164,8 +165,6 @@ IMPLEMENTATIONS = {
 def test_scatter_segments_writes_what_the_packet_says(
     name: str, implementation: str, device: str
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     shapes = ((8, 24), (8, 40), (100_003,))
     targets = [torch.arange(torch.Size(s).numel(), dtype=torch.int32).view(s) for s in shapes]
     expected = [t.clone().flatten() for t in targets]
