@@ -297,11 +297,18 @@ def test_parameters_take_part_as_fp32_stores_them() -> None:
     # between 15252014 and 15252015 / 2**24, nearer to 15252014.3 -> 15252014 / 2**24.
     y = y_of([1.0], prompt_token_ids=[0], repetition_penalty=1.1)
     assert y == [15252014 / 2**24]
+    # fp32(0.3) = 10066330 / 2**25, three times that 15099495 / 2**24; fp32(0.9) is one less.
+    y = y_of([0.0], output_token_ids=[0] * 3, frequency_penalty=0.3)
+    assert y == [-15099495 / 2**24]
 
 
 def test_underflow_of_a_penalty_is_gradual() -> None:
     y = y_of([2 * TINY, -TINY], prompt_token_ids=[0, 1], repetition_penalty=2.0)
     assert y == [TINY, -2 * TINY]
+    # Half of the smallest rounds to the even 0, whose sign does not count.
+    result = row([-TINY], prompt_token_ids=[0], repetition_penalty=0.5)
+    assert result.processed_logits.tolist() == [0.0]
+    assert not np.signbit(result.processed_logits).any()
 
 
 def test_overflow_is_clamped_and_is_no_ban() -> None:
@@ -787,6 +794,7 @@ def test_tokens_near() -> None:
     assert row(equals, word=0).tokens_near(1e-9) == {0}
     assert row(equals, word=-1).tokens_near(1e-9) == {3}
     assert row(equals, word=-1).tokens_near(1.0) == {0, 1, 2, 3}
+    assert row([0.0, -1000.0], word=-1).tokens_near(1.0) == {0}  # no mass, never drawn
 
 
 # Bad rows.
