@@ -19,6 +19,11 @@ def as_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+def words_of(seed: int, positions: torch.Tensor, stream: Stream = Stream.TARGET) -> torch.Tensor:
+    """One request's words."""
+    return words(torch.full_like(positions, seed), positions, stream)
+
+
 # The three lines "philox4x32 10" of Random123's tests/kat_vectors.
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
@@ -93,7 +98,7 @@ def test_a_draw_depends_on_nothing_but_its_own_element() -> None:
 
 
 def test_words_are_uniform() -> None:
-    drawn = words(torch.tensor(42), torch.arange(1 << 16))
+    drawn = words_of(42, torch.arange(1 << 16))
     for shift in (0, 8, 24, 32, 56):  # bytes of both halves
         counts = torch.bincount((drawn >> shift) & 0xFF, minlength=256)
         chi_square(counts, [1 / 256] * 256, false_alarm=1e-5)
@@ -105,14 +110,14 @@ STREAM_PAIRS = [(a, b) for a in Stream for b in Stream if a < b]
 @pytest.mark.parametrize(("first", "second"), STREAM_PAIRS, ids=lambda s: s.name)
 def test_streams_are_independent(first: Stream, second: Stream) -> None:
     positions = torch.arange(1 << 14)
-    pair = [(words(torch.tensor(7), positions, s) >> 60) & 15 for s in (first, second)]
+    pair = [(words_of(7, positions, s) >> 60) & 15 for s in (first, second)]
     counts = torch.bincount(16 * pair[0] + pair[1], minlength=256)
     chi_square(counts, [1 / 256] * 256, false_alarm=1e-5)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 4, 64])
 def test_consecutive_positions_are_independent(lag: int) -> None:
-    drawn = (words(torch.tensor(7), torch.arange((1 << 14) + lag)) >> 60) & 15
+    drawn = (words_of(7, torch.arange((1 << 14) + lag)) >> 60) & 15
     counts = torch.bincount(16 * drawn[:-lag] + drawn[lag:], minlength=256)
     chi_square(counts, [1 / 256] * 256, false_alarm=1e-5)
 
@@ -126,6 +131,6 @@ def test_neighbouring_seeds_are_independent() -> None:
 
 def test_a_neighbouring_seed_is_no_shifted_stream() -> None:
     positions = torch.arange(1000)
-    mine, next_seed = (set(words(torch.tensor(s), positions).tolist()) for s in (5, 6))
+    mine, next_seed = (set(words_of(s, positions).tolist()) for s in (5, 6))
     assert len(mine) == 1000
     assert not mine & next_seed
