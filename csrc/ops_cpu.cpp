@@ -1,6 +1,8 @@
 // CPU implementations, for tables on the CPU. The schemas are in graphed_sampling/ops.py.
 #include <cstring>
 
+#include "common/philox.h"
+#include "philox_checks.h"
 #include "scatter_checks.h"
 #include "scatter_segments.h"
 #include "torch_compat.h"
@@ -30,9 +32,23 @@ void scatter_segments(const Tensor& params, const Tensor& state, const Tensor& t
   }
 }
 
+Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_number) {
+  Tensor words = check_philox(seed, position);
+  const auto* seeds = static_cast<const uint64_t*>(seed.const_data_ptr());
+  const auto* positions = static_cast<const uint64_t*>(position.const_data_ptr());
+  auto* result = static_cast<uint64_t*>(words.mutable_data_ptr());
+  for (int64_t i = 0; i < seed.size(0); ++i) {
+    result[i * words.stride(0)] =
+        philox_word(seeds[i * seed.stride(0)], positions[i * position.stride(0)],
+                    static_cast<uint32_t>(stream_number));
+  }
+  return words;
+}
+
 }  // namespace
 }  // namespace graphed_sampling
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
+  library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
 }

@@ -2,6 +2,8 @@
 // graphed_sampling/ops.py.
 #include <cuda_runtime_api.h>
 
+#include "philox_checks.h"
+#include "philox_words.h"
 #include "scatter_checks.h"
 #include "scatter_segments.h"
 #include "torch_compat.h"
@@ -21,9 +23,23 @@ void scatter_segments(const Tensor& params, const Tensor& state, const Tensor& t
   STD_TORCH_CHECK(error == cudaSuccess, "scatter_segments: ", cudaGetErrorString(error));
 }
 
+Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_number) {
+  Tensor words = check_philox(seed, position);
+  const DeviceGuard guard(seed.get_device_index());
+  const auto stream = static_cast<cudaStream_t>(current_cuda_stream(seed.get_device_index()));
+  const cudaError_t error = launch_philox_words(
+      static_cast<const uint64_t*>(seed.const_data_ptr()), seed.stride(0),
+      static_cast<const uint64_t*>(position.const_data_ptr()), position.stride(0),
+      static_cast<uint32_t>(stream_number), static_cast<uint64_t*>(words.mutable_data_ptr()),
+      words.stride(0), seed.size(0), stream);
+  STD_TORCH_CHECK(error == cudaSuccess, "philox_words: ", cudaGetErrorString(error));
+  return words;
+}
+
 }  // namespace
 }  // namespace graphed_sampling
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CUDA, library) {
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
+  library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
 }

@@ -2,6 +2,7 @@
 
     torch.ops.graphed_sampling.sample            stateless: one parameter row per logits row
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
+    torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
 
 Native implementations, where they were built, replace the Python ones of their device.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends
+from graphed_sampling import backends, philox
 from graphed_sampling._build_info import load_native
 from graphed_sampling.backends import exact_math
 from graphed_sampling.layout import (
@@ -38,6 +39,7 @@ _LIBRARY.define(
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, str backend, *, "
     "Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None) -> ()"
 )
+_LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
     "scatter_segments(Tensor(a!) params, Tensor(b!) state, Tensor(c!) tables, Tensor packet, "
     "int num_segments, int num_words) -> ()"
@@ -47,6 +49,11 @@ _LIBRARY.define(
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _last_dimension_is_contiguous(matrix: Tensor) -> bool:
+    # Strides of dimensions with at most one element mean nothing.
+    return matrix.stride(1) == 1 or matrix.shape[1] == 1 or matrix.shape[0] == 0
 
 
 def check_logits(logits: Tensor, vocab_size: int) -> None:
@@ -61,7 +68,7 @@ def check_logits(logits: Tensor, vocab_size: int) -> None:
         f"{', '.join(str(d) for d in LOGITS_DTYPES)}",
     )
     _require(
-        logits.stride(1) == 1 or logits.shape[1] == 1,
+        _last_dimension_is_contiguous(logits),
         f"logits have strides {logits.stride()}: the last dimension must be contiguous",
     )
 
@@ -85,7 +92,7 @@ def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
         and bitmask.shape[0] == rows
         and bitmask.shape[1] >= bitmap_words
         and bitmask.dtype == torch.int32
-        and (bitmask.stride(1) == 1 or bitmask.shape[1] == 1),
+        and _last_dimension_is_contiguous(bitmask),
         f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
         f"[{rows}, >= {bitmap_words}] with a contiguous last dimension",
     )
@@ -303,12 +310,18 @@ def _sample_fake(
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
 
+def _philox_words_fake(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+    return torch.empty_like(seed)
+
+
 # Plain torch operations serve every device; native implementations are registered for one device
 # and take precedence there.
 _LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
+_LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
 load_native()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, NoReturn, cast
 
@@ -127,16 +127,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] = ()
     min_tokens: int = 0
     max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
-    logprob_token_ids: tuple[int, ...] = ()
+    logprob_token_ids: Sequence[int] = ()
     rank: bool = False
 
     def __post_init__(self) -> None:

@@ -66,24 +66,27 @@ def word(seed: int, position: int, stream: int = Stream.TARGET) -> int:
     return (high << 32) | low
 
 
-def _multiply_32(values: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of values * constant; values int64 in [0, 2**32)."""
-    # The product wraps in int64, which leaves its 64 bits right; the masks undo the sign.
-    product = values * constant
-    return (product >> 32) & _MASK32, product & _MASK32
-
-
 def words(seed: torch.Tensor, position: torch.Tensor, stream: int = Stream.TARGET) -> torch.Tensor:
-    """The words of many draws: int64 of the inputs' shape, the 64 bits in two's complement.
+    """The words of many draws: int64 [n], the 64 bits in two's complement.
 
-    seed, position: int64, the 64 bits in two's complement.
+    seed, position: int64 [n], the 64 bits in two's complement.
     """
-    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
-    c0, c1 = position & _MASK32, (position >> 32) & _MASK32
-    c2, c3 = torch.full_like(c0, stream & _MASK32), torch.zeros_like(c0)
+
+    # Both halves of a round in one tensor operation each: on a GPU every operation is a launch.
+    # `even` is (c0, c2), `odd` is (c3, c1), and everything is int64 in [0, 2**32).
+    def pair(first: int, second: int) -> torch.Tensor:
+        return torch.stack([torch.full_like(seed, first), torch.full_like(seed, second)])
+
+    multiplier, weyl = pair(_MULTIPLIER_0, _MULTIPLIER_1), pair(_WEYL_1, _WEYL_0)
+    even = torch.stack([position, torch.full_like(position, stream)]) & _MASK32
+    odd = torch.stack([torch.zeros_like(position), (position >> 32) & _MASK32])
+    key = torch.stack([(seed >> 32) & _MASK32, seed & _MASK32])
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply_32(c0, _MULTIPLIER_0)
-        high1, low1 = _multiply_32(c2, _MULTIPLIER_1)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + _WEYL_0) & _MASK32, (key1 + _WEYL_1) & _MASK32
-    return (c1 << 32) | c0
+        # The product wraps in int64, which leaves its 64 bits right; the masks undo the sign.
+        product = even * multiplier
+        # (c2, c0) of the next round: the high words of (c0, c2), each with its own half of the key.
+        swapped = ((product >> 32) & _MASK32) ^ odd ^ key
+        even, odd = swapped.flip(0), product & _MASK32
+        key = (key + weyl) & _MASK32
+    # In the last round odd is (low of c0, low of c2), which are (c3, c1).
+    return (odd[1] << 32) | even[0]

@@ -108,7 +108,7 @@ class _Entry:
     """One pinned buffer of a ring, and the event behind the last copy from it."""
 
     def __init__(self, words: int, pinned: bool) -> None:
-        self.host = torch.empty(words, dtype=torch.int32, pin_memory=pinned)
+        self.host = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.numpy: Words = self.host.numpy()
         self.event = torch.cuda.Event() if pinned else None
         self.in_flight = False

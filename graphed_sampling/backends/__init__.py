@@ -18,9 +18,11 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
+# By name: importing the backend of that name rebinds `torch` in this package.
+from torch import Tensor, cuda
+from torch import device as Device
 
-NAMES = ("torch",)
+NAMES = ("cpu", "torch")
 """Every backend, in the order in which `auto` tries them."""
 
 
@@ -31,7 +33,7 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def resolve(name: str, device: torch.device) -> str:
+def resolve(name: str, device: Device) -> str:
     """The name of the backend that serves `device`; "auto" takes the first that is usable."""
     if name == "auto":
         return next(n for n in NAMES if not module(n).unusable(device))
@@ -41,9 +43,9 @@ def resolve(name: str, device: torch.device) -> str:
     return name
 
 
-def canonical_order(vocab_size: int, backend: str) -> torch.Tensor:
+def canonical_order(vocab_size: int, backend: str) -> Tensor:
     """int64 [vocab_size]: all token ids in the order in which `backend` lays out a draw."""
-    order: torch.Tensor = module(backend).canonical_order(vocab_size)
+    order: Tensor = module(backend).canonical_order(vocab_size)
     return order
 
 
@@ -58,14 +60,14 @@ class BackendInfo:
     chosen_for: str
 
 
-def describe(device: torch.device | str | None = None) -> list[BackendInfo]:
+def describe(device: Device | str | None = None) -> list[BackendInfo]:
     """Every backend on `device` (a GPU where there is one): usable or why not, what it refuses."""
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if cuda.is_available() else "cpu"
     infos = []
     for name in NAMES:
         backend = module(name)
-        reason = backend.unusable(torch.device(device))
+        reason = backend.unusable(Device(device))
         refuses = tuple(sorted(backend.REFUSES))
         infos.append(BackendInfo(name, not reason, reason, refuses, backend.CHOSEN_FOR))
     return infos

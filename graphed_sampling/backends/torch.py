@@ -12,18 +12,17 @@ alignment: probability masses are int64 (`exact_math.masses`), and so is every o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from graphed_sampling import philox
 from graphed_sampling.backends import exact_math
 from graphed_sampling.backends.exact_math import LN_2, LOG2_E, MASS_BITS
 from graphed_sampling.layout import (
+    HEADER_WORDS,
     FinishReason,
-    Output,
     Param,
     ParamFlags,
     RowFlags,
@@ -35,10 +34,12 @@ NAME: Final = "torch"
 CHOSEN_FOR: Final = "any device that no other backend serves"
 REFUSES: Final[frozenset[str]] = frozenset()
 
-# Rows are worked on in chunks of so many logits, which bounds the working memory to about 1 GB.
-_CHUNK_ELEMENTS: Final = 2**23
+# Rows are worked on in chunks of at most so many logits, which bounds the working memory to about
+# 2 GB. A row's result does not depend on the chunk it is in.
+_CHUNK_ELEMENTS: Final = 2**24
 _FLT_MAX: Final = torch.finfo(torch.float32).max
 _SCALE: Final = 2.0**MASS_BITS
+_FLAG_COLUMN: Final = {flag: i for i, flag in enumerate(ParamFlags)}
 
 
 def unusable(device: torch.device) -> str:
@@ -50,7 +51,7 @@ def unusable(device: torch.device) -> str:
 
 def canonical_order(vocab_size: int) -> Tensor:
     """int64 [vocab_size]: ids ascending."""
-    return torch.arange(vocab_size)
+    return torch.arange(vocab_size, device="cpu")
 
 
 def scratch_words(layout: TableLayout, rows: int) -> int:
@@ -77,21 +78,27 @@ def sample_step(
     given: Tensor | None,
 ) -> None:
     """One step in place; arguments as the op `sample_step`, checked there."""
-    chunk = max(1, _CHUNK_ELEMENTS // layout.vocab_size)
-    for start in range(0, slots.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        _sample_rows(
-            logits[rows],
-            slots[rows],
-            params,
-            state,
-            tables,
-            output[: slots.shape[0]][rows],
-            layout,
-            None if grammar_bitmask is None else grammar_bitmask[rows],
-            None if words is None else words[rows],
-            given,
-        )
+    n = slots.shape[0]
+    rows = _Rows.load(slots, params, state, layout)
+    word = torch.ops.graphed_sampling.philox_words(
+        rows.params.i64(Param.SEED), rows.state.i64(State.POSITION)
+    )
+    if words is not None:
+        word = words if given is None else torch.where(given[1] != 0, words, word)
+    chunk_rows = max(1, _CHUNK_ELEMENTS // layout.vocab_size)
+    chunks = []
+    for start in range(0, n, chunk_rows):
+        chunk = slice(start, start + chunk_rows)
+        allowed = None
+        if grammar_bitmask is not None:
+            allowed = _unpack_bits(grammar_bitmask[chunk, : layout.bitmap_words], layout.vocab_size)
+            if given is not None:
+                allowed |= given[0] == 0
+        chunks.append(_draw_chunk(logits[chunk], rows.chunk(chunk), tables, allowed, word[chunk]))
+    drawn = _Drawn.join(chunks)
+    finish = _finish_reasons(rows, drawn.token)
+    _write_output(output[:n], rows, drawn, finish)
+    _advance(state, tables, rows, drawn.token, finish)
 
 
 class _Record:
@@ -124,17 +131,79 @@ class _Record:
 
 @dataclass
 class _Rows:
-    """What every stage needs to know of a chunk of rows; c rows, V tokens."""
+    """What is known of the rows of a step before their logits are looked at.
+
+    slot: int64 [n], the table's row to read: the padding row for rows without a slot.
+    flags: bool [n, flags], a column for each of ParamFlags. reals: float64 [n, HEADER_WORDS], the
+    header's fp32 values. top_k: int32 [n], 1 for greedy rows. inverse_temperature: float64 [n],
+    log2(e) / T. admitted, finished, live: bool [n].
+    stop_ids, given_ids: int64 [n, capacity], `vocab_size` where an entry is not used.
+    banned_ids: the same, of stop ids while min_tokens is not reached, and bad words to complete.
+    """
 
     layout: TableLayout
     params: _Record
     state: _Record
-    slot: Tensor  # int64 [c]: the table's row to read, the padding row for rows without a slot
-    flags: Tensor  # int32 [c]: ParamFlags
-    ids: Tensor  # int64 [V]
+    slot: Tensor
+    flags: Tensor
+    reals: Tensor
+    top_k: Tensor
+    inverse_temperature: Tensor
+    admitted: Tensor
+    finished: Tensor
+    live: Tensor
+    stop_ids: Tensor
+    given_ids: Tensor
+    banned_ids: Tensor
+
+    @classmethod
+    def load(cls, slots: Tensor, params: Tensor, state: Tensor, layout: TableLayout) -> _Rows:
+        outside = (slots < 0) | (slots >= layout.max_requests)
+        slot = slots.long().masked_fill_(outside, layout.max_requests)
+        param = _Record(params.index_select(0, slot))
+        states = _Record(state.index_select(0, slot))
+        bits = 1 << torch.arange(len(ParamFlags), device=slots.device, dtype=torch.int32)
+        flags = (_column(param.i32(Param.FLAGS)) & bits) != 0
+        admitted = flags[:, _FLAG_COLUMN[ParamFlags.ADMITTED]]
+        ended = states.i32(State.FINISH_REASON) != FinishReason.NONE
+        reals = param.int32[:, :HEADER_WORDS].view(torch.float32).double()
+        top_k = param.i32(Param.TOP_K)
+        top_k = top_k.masked_fill(top_k <= 0, layout.vocab_size)
+        stop_ids = _used(param, layout, layout.stop_ids, layout.max_stop_ids, Param.NUM_STOP)
+        return cls(
+            layout=layout,
+            params=param,
+            state=states,
+            slot=slot,
+            flags=flags,
+            reals=reals,
+            top_k=top_k.masked_fill_(flags[:, _FLAG_COLUMN[ParamFlags.GREEDY]], 1),
+            inverse_temperature=LOG2_E / reals[:, Param.TEMPERATURE],
+            admitted=admitted,
+            finished=admitted & ended,
+            live=admitted & ~ended,
+            stop_ids=stop_ids,
+            given_ids=_used(
+                param, layout, layout.given_ids, layout.max_logprob_ids, Param.NUM_GIVEN
+            ),
+            banned_ids=_banned_ids(param, states, layout, stop_ids),
+        )
+
+    def chunk(self, rows: slice) -> _Rows:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value[rows]
+            elif isinstance(value, _Record):
+                values[name] = _Record(value.int32[rows])
+        return _Rows(**values)
 
     def flag(self, flag: ParamFlags) -> Tensor:
-        return (self.flags & int(flag)) != 0
+        return self.flags[:, _FLAG_COLUMN[flag]]
+
+    def real(self, word: Param) -> Tensor:
+        """float64 [n, 1]: an fp32 value of the header."""
+        return self.reals[:, word : word + 1]
 
 
 def _column(row_values: Tensor) -> Tensor:
@@ -143,249 +212,241 @@ def _column(row_values: Tensor) -> Tensor:
 
 def _unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
     """bool [c, vocab_size] of a bitmap int32 [c, W]."""
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    return ((bits.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    # Bit 31 is the sign bit, so the words' bytes are taken apart instead of the words.
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    unpacked = (bits.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts) & 1
+    return unpacked.view(torch.bool).flatten(1)[:, :vocab_size]
 
 
-def _bitmap(tables: Tensor, start: int, layout: TableLayout) -> Tensor:
-    words = layout.rows * layout.bitmap_words
-    return tables[start : start + words].view(layout.rows, layout.bitmap_words)
+def _bitmap(tables: Tensor, start: int, rows: _Rows) -> Tensor:
+    """int32 [c, W]: the rows of a bitmap."""
+    layout = rows.layout
+    bitmap = tables[start : start + layout.rows * layout.bitmap_words]
+    return bitmap.view(layout.rows, layout.bitmap_words).index_select(0, rows.slot)
 
 
-def _counts(tables: Tensor, layout: TableLayout) -> Tensor:
-    return tables[layout.counts : layout.tables_words].view(layout.rows, layout.vocab_size)
+def _used(params: _Record, layout: TableLayout, start: int, capacity: int, count: Param) -> Tensor:
+    ids = params.ids(start, capacity)
+    position = torch.arange(capacity, device=ids.device)
+    return ids.masked_fill_(position >= _column(params.i32(count)), layout.vocab_size)
 
 
-def _sample_rows(
-    logits: Tensor,
-    slots: Tensor,
-    params: Tensor,
-    state: Tensor,
-    tables: Tensor,
-    output: Tensor,
-    layout: TableLayout,
-    grammar_bitmask: Tensor | None,
-    words: Tensor | None,
-    given: Tensor | None,
-) -> None:
-    padding_row = layout.max_requests
-    slot = slots.long()
-    slot = torch.where((slot >= 0) & (slot < layout.max_requests), slot, padding_row)
-    param_record = _Record(params.index_select(0, slot))
-    state_record = _Record(state.index_select(0, slot))
-    rows = _Rows(
-        layout=layout,
-        params=param_record,
-        state=state_record,
-        slot=slot,
-        flags=param_record.i32(Param.FLAGS),
-        ids=torch.arange(layout.vocab_size, device=logits.device),
-    )
-    admitted = rows.flag(ParamFlags.ADMITTED)
-    finished = admitted & (state_record.i32(State.FINISH_REASON) != FinishReason.NONE)
-    live = admitted & ~finished
-
-    allowed = None
-    if grammar_bitmask is not None:
-        allowed = _unpack_bits(grammar_bitmask[:, : layout.bitmap_words], layout.vocab_size)
-        if given is not None:
-            allowed = allowed | (given[0] == 0)
-    raw = logits[:, : layout.vocab_size].float()
-    has_nan = raw.isnan()
-    # Adding zero turns -0.0 into 0.0.
-    raw = torch.where(has_nan, -torch.inf, raw) + 0.0
-    processed = _process(raw, rows, tables, allowed)
-    kept = _filter(processed.logits, rows)
-
-    word = philox.words(param_record.i64(Param.SEED), state_record.i64(State.POSITION))
-    if words is not None:
-        word = words if given is None else torch.where(given[1] != 0, words, word)
-    token = _draw(kept, word)
-
-    _write_output(
-        output,
-        rows,
-        raw,
-        processed,
-        kept,
-        token,
-        nan_rows=has_nan.any(1),
-        admitted=admitted,
-        finished=finished,
-    )
-    _advance(state, tables, rows, token, finish=output[:, Output.FINISH_REASON], live=live)
+def _banned_ids(params: _Record, state: _Record, layout: TableLayout, stop_ids: Tensor) -> Tensor:
+    enough = state.i32(State.NUM_GENERATED) >= params.i32(Param.MIN_TOKENS)
+    stop_ids = stop_ids.masked_fill(_column(enough), layout.vocab_size)
+    if not layout.max_bad_words:
+        return stop_ids
+    size = layout.max_bad_words * layout.max_bad_word_length
+    bad_words = params.ids(layout.bad_words, size)
+    bad_words = bad_words.view(-1, layout.max_bad_words, layout.max_bad_word_length)
+    prefix = bad_words[:, :, 1:]
+    recent = state.ids(State.RECENT, layout.recent_tokens).unsqueeze(1)
+    differs = ((prefix != -1) & (prefix != recent)).any(2)
+    position = torch.arange(layout.max_bad_words, device=prefix.device)
+    unused = position >= _column(params.i32(Param.NUM_BAD_WORDS))
+    banned = bad_words[:, :, 0].masked_fill(differs | unused, layout.vocab_size)
+    return torch.cat([stop_ids, banned], 1)
 
 
 @dataclass
-class _Processed:
-    """logits: fp32 [c, V], the contract's y; -inf where banned. Row flags: bool [c]."""
+class _Drawn:
+    """What the logits gave, for c rows: enough to finish them without looking at V tokens again.
 
-    logits: Tensor
+    ids: int64 [c, m], the drawn token, the given ids and the top ids, in this order; raw, processed
+    and kept are what raw logits, processed logits and the survivors' mask hold there. rank is of
+    the drawn token. The rest are sums and maxima of `_Kept` and `_RawSums`, and bool row flags.
+    """
+
+    token: Tensor
+    ids: Tensor
+    raw: Tensor
+    processed: Tensor
+    kept: Tensor
+    rank: Tensor
+    num_kept: Tensor
+    raw_maximum: Tensor
+    raw_total: Tensor
+    maximum: Tensor
+    z_maximum: Tensor
+    total: Tensor
+    has_nan: Tensor
     positive_infinity: Tensor
     empty: Tensor
 
+    @classmethod
+    def join(cls, chunks: list[_Drawn]) -> _Drawn:
+        if len(chunks) == 1:
+            return chunks[0]
+        return cls(*(torch.cat([getattr(c, f.name) for c in chunks]) for f in fields(cls)))
 
-def _process(raw: Tensor, rows: _Rows, tables: Tensor, allowed: Tensor | None) -> _Processed:
-    """Masks, bias and penalties, in the contract's order; each operation rounds once."""
-    layout, record = rows.layout, rows.params
+
+def _draw_chunk(
+    logits: Tensor, rows: _Rows, tables: Tensor, allowed: Tensor | None, word: Tensor
+) -> _Drawn:
+    layout = rows.layout
     vocab_size = layout.vocab_size
+    raw = logits[:, :vocab_size].float()
+    is_nan = raw.isnan()
+    # Adding zero turns -0.0 into 0.0.
+    raw = raw.masked_fill(is_nan, -torch.inf).add_(0.0)
+    y, positive_infinity, empty = _process(raw, rows, tables, allowed)
+    kept = _filter(y, rows)
+    token = kept.draw(word)
+
+    processed_mode = _column(rows.flag(ParamFlags.PROCESSED))
+    ranked = torch.where(processed_mode, y, raw)
+    rank = (ranked > ranked.gather(1, _column(token))).sum(1) + 1
+    ids = [_column(token)]
+    if layout.max_logprob_ids:
+        ids.append(rows.given_ids.clamp(max=vocab_size - 1))
+    if layout.max_logprobs:
+        values = ranked.masked_fill_(processed_mode & ~kept.mask, -torch.inf)
+        ids.append(_top(values, min(layout.max_logprobs, vocab_size)))
+    all_ids = torch.cat(ids, 1)
+    raw_maximum, raw_total = _raw_sums(raw)
+    return _Drawn(
+        token=token,
+        ids=all_ids,
+        raw=raw.gather(1, all_ids),
+        processed=y.gather(1, all_ids),
+        kept=kept.mask.gather(1, all_ids),
+        rank=rank,
+        num_kept=kept.count,
+        raw_maximum=raw_maximum,
+        raw_total=raw_total,
+        maximum=kept.maximum,
+        z_maximum=kept.z_maximum,
+        total=kept.total,
+        has_nan=is_nan.any(1),
+        positive_infinity=positive_infinity,
+        empty=empty,
+    )
+
+
+def _process(
+    raw: Tensor, rows: _Rows, tables: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The contract's y, fp32 [c, V], -inf where banned; and which rows hold +inf, or nothing.
+
+    Masks, bias and penalties come in the contract's order, and each operation rounds once.
+    """
+    layout = rows.layout
+    vocab_size = layout.vocab_size
+    ids = torch.arange(vocab_size, device=raw.device)
     banned = raw == -torch.inf
     if allowed is not None:
         banned |= ~allowed
-    allowed_bits = _bitmap(tables, layout.allowed_bits, layout).index_select(0, rows.slot)
-    banned |= _column(rows.flag(ParamFlags.ALLOWED)) & ~_unpack_bits(allowed_bits, vocab_size)
-    banned |= _banned_ids(rows)
+    allowed_ids = _unpack_bits(_bitmap(tables, layout.allowed_bits, rows), vocab_size)
+    banned |= _column(rows.flag(ParamFlags.ALLOWED)) & ~allowed_ids
+    banned |= torch.zeros(
+        raw.shape[0], vocab_size + 1, dtype=torch.bool, device=raw.device
+    ).scatter_(1, rows.banned_ids, True)[:, :vocab_size]
 
     y = raw
     if layout.max_logit_bias:
-        bias_ids = _used(rows, layout.bias_ids, layout.max_logit_bias, Param.NUM_BIAS)
+        bias_ids = _used(
+            rows.params, layout, layout.bias_ids, layout.max_logit_bias, Param.NUM_BIAS
+        )
         # Unused entries go to a column past the vocabulary.
         bias = torch.zeros(raw.shape[0], vocab_size + 1, device=raw.device)
-        bias.scatter_(1, bias_ids, record.f32_list(layout.bias_values, layout.max_logit_bias))
+        bias.scatter_(1, bias_ids, rows.params.f32_list(layout.bias_values, layout.max_logit_bias))
         bias = bias[:, :vocab_size]
         banned |= bias == -torch.inf
         y = y + bias
     if layout.penalties:
         y = _penalise(y, rows, tables)
-    y = torch.where(banned, -torch.inf, y.clamp(-_FLT_MAX, _FLT_MAX)) + 0.0
+    y = y.clamp(-_FLT_MAX, _FLT_MAX).add_(0.0)
 
     infinite = (raw == torch.inf) & ~banned
     positive_infinity = infinite.any(1)
-    y = torch.where(
-        _column(positive_infinity), torch.zeros_like(y).masked_fill_(~infinite, -torch.inf), y
-    )
+    is_infinite_row = _column(positive_infinity)
+    y.masked_fill_(banned | (is_infinite_row & ~infinite), -torch.inf)
+    y.masked_fill_(infinite, 0.0)
     empty = (y == -torch.inf).all(1)
-    fallback = torch.zeros_like(rows.slot)
+    fallback: Tensor | int = 0
     if allowed is not None:
-        first = torch.where(allowed, rows.ids, vocab_size).amin(1)
-        fallback = torch.where(first < vocab_size, first, 0)
-    y = torch.where(_column(empty) & (rows.ids == _column(fallback)), 0.0, y)
-    return _Processed(y, positive_infinity, empty)
-
-
-def _used(rows: _Rows, start: int, capacity: int, count: Param) -> Tensor:
-    """int64 [c, capacity]: the ids of a list, `vocab_size` where an entry is not used."""
-    ids = rows.params.ids(start, capacity)
-    position = torch.arange(capacity, device=ids.device)
-    return torch.where(position < _column(rows.params.i32(count)), ids, rows.layout.vocab_size)
-
-
-def _banned_ids(rows: _Rows) -> Tensor:
-    """bool [c, V]: stop ids while min_tokens is not reached, and bad words that would complete."""
-    layout, record = rows.layout, rows.params
-    stop_ids = _used(rows, layout.stop_ids, layout.max_stop_ids, Param.NUM_STOP)
-    too_few = rows.state.i32(State.NUM_GENERATED) < record.i32(Param.MIN_TOKENS)
-    banned_ids = [torch.where(_column(too_few), stop_ids, layout.vocab_size)]
-    if layout.max_bad_words:
-        shape = (-1, layout.max_bad_words, layout.max_bad_word_length)
-        size = layout.max_bad_words * layout.max_bad_word_length
-        bad_words = record.ids(layout.bad_words, size).view(shape)
-        prefix = bad_words[:, :, 1:]
-        recent = rows.state.ids(State.RECENT, layout.recent_tokens).unsqueeze(1)
-        matches = ((prefix == -1) | (prefix == recent)).all(2)
-        used = torch.arange(layout.max_bad_words, device=prefix.device) < _column(
-            record.i32(Param.NUM_BAD_WORDS)
-        )
-        banned_ids.append(torch.where(matches & used, bad_words[:, :, 0], layout.vocab_size))
-    banned = torch.zeros(
-        rows.slot.shape[0], layout.vocab_size + 1, dtype=torch.bool, device=rows.slot.device
-    )
-    return banned.scatter_(1, torch.cat(banned_ids, 1), True)[:, : layout.vocab_size]
+        first = ids.masked_fill(~allowed, vocab_size).amin(1, keepdim=True)
+        fallback = first.masked_fill_(first == vocab_size, 0)
+    y.masked_fill_(_column(empty) & (ids == fallback), 0.0)
+    return y, positive_infinity, empty
 
 
 def _penalise(y: Tensor, rows: _Rows, tables: Tensor) -> Tensor:
     layout, record = rows.layout, rows.params
-    prompt, output = (
-        _unpack_bits(_bitmap(tables, start, layout).index_select(0, rows.slot), layout.vocab_size)
-        for start in (layout.prompt_bits, layout.output_bits)
-    )
-    counts = torch.where(output, _counts(tables, layout).index_select(0, rows.slot), 0).float()
-    repetition = torch.where(prompt | output, _column(record.f32(Param.REPETITION_PENALTY)), 1.0)
-    y = torch.where(y > 0, y / repetition, y * repetition)
+    prompt = _unpack_bits(_bitmap(tables, layout.prompt_bits, rows), layout.vocab_size)
+    output = _unpack_bits(_bitmap(tables, layout.output_bits, rows), layout.vocab_size)
+    counts = tables[layout.counts : layout.tables_words].view(layout.rows, layout.vocab_size)
+    counts = counts.index_select(0, rows.slot).masked_fill_(~output, 0).float()
+    repetition = _column(record.f32(Param.REPETITION_PENALTY))
+    penalised = torch.where(y > 0, y / repetition, y * repetition)
+    y = torch.where(prompt | output, penalised, y)
     # Two operations, never one fused: the product is rounded before the subtraction.
-    penalty = _column(record.f32(Param.FREQUENCY_PENALTY)) * counts
-    y = y - penalty
-    return y - torch.where(output, _column(record.f32(Param.PRESENCE_PENALTY)), 0.0)
+    y = y - counts.mul_(_column(record.f32(Param.FREQUENCY_PENALTY)))
+    return y.sub_(output * _column(record.f32(Param.PRESENCE_PENALTY)))
 
 
 @dataclass
 class _Kept:
     """The survivors of all filters. z is log2 of a weight; the row's largest weight is 1.
 
-    mask: bool [c, V] by id. masses: int64 [c, V] by id, zero outside. total: int64 [c].
-    inverse_temperature: float64 [c], log2(e) / T. maximum, z_maximum: of the row's logits
-    (fp32 [c]) and of the survivors' z (float64 [c]).
+    mask: bool [c, V] by id. masses: int64 [c, V] by id, zero outside. total, count: int64 [c].
+    maximum, z_maximum: of the row's logits (fp32 [c]) and of the survivors' z (float64 [c]).
     """
 
     mask: Tensor
     masses: Tensor
     total: Tensor
     count: Tensor
-    inverse_temperature: Tensor
     maximum: Tensor
     z_maximum: Tensor
 
-    def logprob(self, logits: Tensor) -> Tensor:
-        """float64 [c, m] of survivors' logits [c, m]: log of the renormalised probability."""
-        z = (logits.double() - _column(self.maximum).double()) * _column(self.inverse_temperature)
-        return (z - _column(self.z_maximum)) * LN_2 - _column(_log_of(self.total))
-
-
-def _log_of(total: Tensor) -> Tensor:
-    return exact_math.log(total.double() * (1.0 / _SCALE))
-
-
-def _first(sorted_mask: Tensor, values: Tensor) -> Tensor:
-    """The first value under the mask of each row."""
-    position = torch.where(
-        sorted_mask, torch.arange(values.shape[1], device=values.device), values.shape[1] - 1
-    ).amin(1, keepdim=True)
-    return values.gather(1, position)
+    def draw(self, word: Tensor) -> Tensor:
+        """int64 [c]: the first id whose cumulative mass exceeds floor(word * total / 2**64)."""
+        threshold = exact_math.multiply_high(word, self.total)
+        return (self.masses.cumsum(1) <= _column(threshold)).sum(1)
 
 
 def _filter(y: Tensor, rows: _Rows) -> _Kept:
-    record = rows.params
-    inverse_temperature = LOG2_E / record.f32(Param.TEMPERATURE).double()
     # The stable sort keeps ids ascending among equals.
     y_sorted, order = torch.sort(y, dim=1, descending=True, stable=True)
     maximum = y_sorted[:, :1]
     kept = y_sorted > -torch.inf
-    z = (y_sorted.double() - maximum.double()) * _column(inverse_temperature)
+    z = (y_sorted.double() - maximum.double()) * _column(rows.inverse_temperature)
     weights = exact_math.exp2(z)
     masses = exact_math.masses(weights)
     rank = torch.arange(y.shape[1], device=y.device)
 
-    kept = kept & _within_sigma(y_sorted, kept, record.f32(Param.TOP_N_SIGMA))
-    bound = exact_math.round_down_to_fp32(maximum[:, 0].double() + record.f64(Param.MIN_P_OFFSET))
-    kept &= (y_sorted >= _column(bound)) | _column(record.f32(Param.MIN_P) <= 0)
-    top_k = torch.where(rows.flag(ParamFlags.GREEDY), 1, record.i32(Param.TOP_K))
-    kept &= (rank < _column(top_k)) | _column(top_k <= 0)
-    kept &= _within_top_p(masses, kept, record.f32(Param.TOP_P))
-    kept &= _within_typical(z, masses, kept, record.f32(Param.TYPICAL_P))
+    kept &= _within_sigma(y_sorted, kept, rows.real(Param.TOP_N_SIGMA))
+    offset = _column(rows.params.f64(Param.MIN_P_OFFSET))
+    bound = exact_math.round_down_to_fp32(maximum.double() + offset)
+    kept &= (y_sorted >= bound) | (rows.real(Param.MIN_P) <= 0)
+    kept &= rank < _column(rows.top_k)
+    kept &= _within_top_p(masses, kept, rows.real(Param.TOP_P))
+    kept &= _within_typical(z, masses, kept, rows.real(Param.TYPICAL_P))
 
     # typical_p may drop the row's maximum: masses start again from the survivors' own.
-    weights = weights / _first(kept, weights)
-    masses = exact_math.masses(torch.where(kept, weights, 0.0))
-    z_maximum = _first(kept, z)
-    is_maximum = y_sorted == _first(kept, y_sorted)
-    cutoff = _column(record.f32(Param.EPSILON_CUTOFF).double())
-    total = _column(masses.sum(1)).double() * (1.0 / _SCALE)
+    first = rank.masked_fill(~kept, y.shape[1]).amin(1, keepdim=True)
+    weights = weights / weights.gather(1, first)
+    masses = exact_math.masses(weights.masked_fill(~kept, 0.0))
+    z_maximum = z.gather(1, first)
+    is_maximum = y_sorted == y_sorted.gather(1, first)
+    cutoff = rows.real(Param.EPSILON_CUTOFF)
+    total = masses.sum(1, keepdim=True).double() * (1.0 / _SCALE)
     kept &= (weights >= cutoff * total) | is_maximum
-    masses = masses.masked_fill(~kept, 0)
+    masses.masked_fill_(~kept, 0)
 
-    cutoff = _column(record.f32(Param.ETA_CUTOFF).double())
-    total = _column(masses.sum(1)).double() * (1.0 / _SCALE)
-    mean = _mean_z(z - z_maximum, masses, kept)
-    eta = torch.minimum(cutoff * total, cutoff.sqrt() * exact_math.exp2(mean))
+    cutoff = rows.real(Param.ETA_CUTOFF)
+    total = masses.sum(1, keepdim=True).double()
+    mean = _mean_z(z - z_maximum, masses, total)
+    eta = torch.minimum(cutoff * (total * (1.0 / _SCALE)), cutoff.sqrt() * exact_math.exp2(mean))
     kept &= (weights >= eta) | is_maximum
-    masses = masses.masked_fill(~kept, 0)
+    masses.masked_fill_(~kept, 0)
 
     return _Kept(
         mask=torch.zeros_like(kept).scatter_(1, order, kept),
         masses=torch.zeros_like(masses).scatter_(1, order, masses),
         total=masses.sum(1),
         count=kept.sum(1),
-        inverse_temperature=inverse_temperature,
         maximum=maximum[:, 0],
         z_maximum=z_maximum[:, 0],
     )
@@ -395,38 +456,37 @@ def _within_sigma(y: Tensor, kept: Tensor, n_sigma: Tensor) -> Tensor:
     """y >= maximum - n * standard deviation; sums in integers, scaled by the row's own range."""
     values = y.double()
     maximum = values[:, :1]
-    spread = (maximum - torch.where(kept, values, torch.inf).amin(1, keepdim=True)).clamp(
-        min=torch.finfo(torch.float64).tiny
-    )
-    count = _column(kept.sum(1)).double()
-    distance = torch.where(kept, (maximum - values) / spread, 0.0)
-    mean = _column(exact_math.masses(distance).sum(1)).double() / (count * _SCALE)
-    square = torch.where(kept, (distance - mean).square(), 0.0)
-    variance = _column(exact_math.masses(square).sum(1)).double() / (count * _SCALE)
-    bound = maximum - _column(n_sigma).double() * (variance.sqrt() * spread)
-    return (values >= bound) | _column(n_sigma <= 0)
+    smallest = values.masked_fill(~kept, torch.inf).amin(1, keepdim=True)
+    spread = (maximum - smallest).clamp_(min=torch.finfo(torch.float64).tiny)
+    count = kept.sum(1, keepdim=True).double() * _SCALE
+    distance = ((maximum - values) / spread).masked_fill_(~kept, 0.0)
+    mean = exact_math.masses(distance).sum(1, keepdim=True).double() / count
+    square = distance.sub_(mean).square_().masked_fill_(~kept, 0.0)
+    variance = exact_math.masses(square).sum(1, keepdim=True).double() / count
+    bound = maximum - n_sigma * (variance.sqrt() * spread)
+    return (values >= bound) | (n_sigma <= 0)
 
 
 def _target(fraction: Tensor, total: Tensor) -> Tensor:
     """int64 [c, 1]: the mass that a prefix must reach."""
-    return _column((fraction.double() * total.double()).ceil().long())
+    return (fraction * total.double()).ceil_().long()
 
 
 def _within_top_p(masses: Tensor, kept: Tensor, top_p: Tensor) -> Tensor:
     masses = masses.masked_fill(~kept, 0)
     cumulative = masses.cumsum(1)
-    target = _target(top_p, cumulative[:, -1])
-    return (cumulative - masses < target) | _column(top_p >= 1)
+    target = _target(top_p, cumulative[:, -1:])
+    return (cumulative - masses < target) | (top_p >= 1)
 
 
-def _mean_z(z: Tensor, masses: Tensor, kept: Tensor) -> Tensor:
-    """float64 [c, 1]: the mean of z under the survivors' distribution.
+def _mean_z(z: Tensor, masses: Tensor, total: Tensor) -> Tensor:
+    """float64 [c, 1]: the mean of z under the distribution masses / total.
 
-    -H / ln 2 = mean - log2(total), so entropies need no logarithm of their own.
+    -H / ln 2 = mean - log2(total), so that entropies need no logarithm of their own.
     """
     # |w log2 w| <= log2(e) / e = 0.531, which keeps the integers in range.
-    moment = torch.where(kept & (masses > 0), masses.double() * z, 0.0).round().long().sum(1)
-    return _column(moment.double() / masses.masked_fill(~kept, 0).sum(1).double())
+    moment = (masses.double() * z).masked_fill_(masses == 0, 0.0).round_().long()
+    return moment.sum(1, keepdim=True).double() / total
 
 
 def _within_typical(z: Tensor, masses: Tensor, kept: Tensor, typical_p: Tensor) -> Tensor:
@@ -437,175 +497,146 @@ def _within_typical(z: Tensor, masses: Tensor, kept: Tensor, typical_p: Tensor) 
     """
     masses = masses.masked_fill(~kept, 0)
     cumulative = masses.cumsum(1)
+    total = cumulative[:, -1:]
     before = torch.nn.functional.pad(cumulative, (1, 0))
-    mean = _mean_z(z, masses, kept)
-    ascending = torch.where(kept, mean - z, torch.inf)
+    mean = _mean_z(z, masses, total.double())
+    ascending = (mean - z).masked_fill_(~kept, torch.inf)
     distance = ascending.abs()
-    low = torch.searchsorted(ascending, -distance, right=False)
-    high = torch.searchsorted(ascending, distance, right=True)
-    mass = before.gather(1, high) - before.gather(1, low)
-    reaches = kept & (mass >= _target(typical_p, cumulative[:, -1]))
-    cutoff = torch.where(reaches, distance, torch.inf).amin(1, keepdim=True)
-    return (distance <= cutoff) | _column(typical_p >= 1)
+    mass = before.gather(1, torch.searchsorted(ascending, distance, right=True))
+    mass -= before.gather(1, torch.searchsorted(ascending, -distance, right=False))
+    short = ~kept | (mass < _target(typical_p, total))
+    cutoff = distance.masked_fill(short, torch.inf).amin(1, keepdim=True)
+    return (distance <= cutoff) | (typical_p >= 1)
 
 
-def _draw(kept: _Kept, word: Tensor) -> Tensor:
-    """int64 [c]: the first id whose cumulative mass exceeds floor(word * total / 2**64)."""
-    threshold = exact_math.multiply_high(word, kept.total)
-    return (kept.masses.cumsum(1) <= _column(threshold)).sum(1)
-
-
-@dataclass
-class RawDistribution:
-    """log_softmax of sanitised logits, without forming it: what one row's logprobs need.
-
-    maximum: fp32 [c, 1]. log_total: float64 [c, 1], the log of the sum of exp(x - maximum), or of
-    the number of +inf entries where there are some.
+def _raw_sums(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """What log_softmax of sanitised logits [c, V] needs: their maximum fp32 [c], and int64 [c] the
+    mass of all of them, relative to the maximum's. +inf entries are each other's equals.
     """
+    maximum = raw.amax(1, keepdim=True)
+    finite_maximum = maximum.double().masked_fill_(maximum.isinf(), 0.0)
+    weights = exact_math.exp2(((raw.double() - finite_maximum) * LOG2_E).clamp_(max=0.0))
+    weights.masked_fill_((raw == -torch.inf) | ((maximum == torch.inf) & (raw < maximum)), 0.0)
+    return maximum[:, 0], exact_math.masses(weights).sum(1)
 
-    maximum: Tensor
-    log_total: Tensor
 
-    @classmethod
-    def of(cls, raw: Tensor) -> RawDistribution:
-        maximum = raw.amax(1, keepdim=True)
-        finite_maximum = maximum.nan_to_num(posinf=0.0, neginf=0.0).double()
-        z = (raw.double() - finite_maximum) * LOG2_E
-        weights = exact_math.exp2(z.clamp_(max=0.0)).masked_fill_(raw == -torch.inf, 0.0)
-        # Where the maximum is +inf only its equals count; where it is -inf the sum is never read.
-        weights = torch.where(maximum == torch.inf, (raw == torch.inf).double(), weights)
-        total = exact_math.masses(weights).sum(1).clamp(min=1)
-        return cls(maximum, _column(_log_of(total)))
+def raw_logprobs(raw: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
+    """float64 [c, m]: log_softmax at sanitised logits [c, m], from `_raw_sums` of their rows."""
+    maximum = _column(maximum)
+    # Equals of the maximum are told apart, since the difference of infinities is NaN.
+    difference = (raw.double() - maximum.double()).masked_fill_(raw == maximum, 0.0)
+    # A row without a candidate has total 0, and only entries of -inf.
+    log_total = _column(exact_math.log(total.clamp(min=1).double() * (1.0 / _SCALE)))
+    return (difference - log_total).masked_fill_(raw == -torch.inf, -torch.inf)
 
-    def logprob(self, logits: Tensor) -> Tensor:
-        """float64 [c, m] of sanitised logits [c, m]."""
-        difference = torch.where(
-            logits == self.maximum, 0.0, logits.double() - self.maximum.double()
-        )
-        logprob = difference - self.log_total
-        return torch.where(logits == -torch.inf, -torch.inf, logprob)
+
+def _processed_logprobs(rows: _Rows, drawn: _Drawn) -> Tensor:
+    """float64 [n, m]: log of the survivors' renormalised probabilities, -inf outside."""
+    z = (drawn.processed.double() - _column(drawn.maximum).double()) * _column(
+        rows.inverse_temperature
+    )
+    log_total = _column(exact_math.log(drawn.total.double() * (1.0 / _SCALE)))
+    logprobs = (z - _column(drawn.z_maximum)) * LN_2 - log_total
+    return logprobs.masked_fill_(~drawn.kept, -torch.inf)
 
 
 def _top(values: Tensor, count: int) -> Tensor:
     """int64 [c, count]: ids of the largest values (fp32 [c, V]) in (value desc, id asc)."""
     bits = values.view(torch.int32)
     # Signed integers in the order of the floats: negative floats have their other bits flipped.
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     ids = torch.arange(values.shape[1], device=values.device)
     keys = (ordered << 32) + (0x7FFFFFFF - ids)  # distinct, so that no tie is left to topk
     return 0x7FFFFFFF - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
 
 
-def _write_output(
-    output: Tensor,
-    rows: _Rows,
-    raw: Tensor,
-    processed: _Processed,
-    kept: _Kept,
-    token: Tensor,
-    *,
-    nan_rows: Tensor,
-    admitted: Tensor,
-    finished: Tensor,
-) -> None:
+def _finish_reasons(rows: _Rows, token: Tensor) -> Tensor:
+    """int32 [n]: `FinishReason` after this step."""
+    stops = (rows.stop_ids == _column(token)).any(1)
+    max_tokens = rows.params.i32(Param.MAX_TOKENS)
+    full = (max_tokens > 0) & (rows.state.i32(State.NUM_GENERATED) + 1 >= max_tokens)
+    finish = full * int(FinishReason.LENGTH)
+    finish = finish.masked_fill_(stops, int(FinishReason.STOP)).to(torch.int32)
+    finish = torch.where(rows.finished, rows.state.i32(State.FINISH_REASON), finish)
+    return finish.masked_fill_(~rows.admitted, int(FinishReason.NONE))
+
+
+def _write_output(output: Tensor, rows: _Rows, drawn: _Drawn, finish: Tensor) -> None:
     """Fill the output record of every row."""
-    layout, record = rows.layout, rows.params
-    live = admitted & ~finished
-    distribution = RawDistribution.of(raw)
-    in_processed = _column(rows.flag(ParamFlags.PROCESSED))
-
-    def logprobs_of(ids: Tensor) -> Tensor:
-        of_raw = distribution.logprob(raw.gather(1, ids))
-        of_kept = kept.logprob(processed.logits.gather(1, ids))
-        of_kept = torch.where(kept.mask.gather(1, ids), of_kept, -torch.inf)
-        return torch.where(in_processed, of_kept, of_raw).float()
-
-    drawn = _column(token)
-    wanted = live & rows.flag(ParamFlags.LOGPROBS)
-    logprob = torch.where(_column(wanted), logprobs_of(drawn), math.nan)
-
-    ranked = torch.where(in_processed, processed.logits, raw)
-    rank = (ranked > ranked.gather(1, drawn)).sum(1) + 1
-    rank = torch.where(live & rows.flag(ParamFlags.RANK), rank, 0)
-
-    one = rows.flag(ParamFlags.GREEDY) | processed.empty
-    num_kept = torch.where(rows.flag(ParamFlags.FILTERED) | one, kept.count, 0)
-
-    generated = rows.state.i32(State.NUM_GENERATED) + 1
-    stop_ids = _used(rows, layout.stop_ids, layout.max_stop_ids, Param.NUM_STOP)
-    stops = (stop_ids == drawn).any(1)
-    max_tokens = record.i32(Param.MAX_TOKENS)
-    full = (max_tokens > 0) & (generated >= max_tokens)
-    finish = torch.where(full, int(FinishReason.LENGTH), int(FinishReason.NONE))
-    finish = torch.where(stops, int(FinishReason.STOP), finish)
-    finish = torch.where(finished, rows.state.i32(State.FINISH_REASON), finish)
-
+    layout = rows.layout
+    idle = ~rows.live
+    logprobs = torch.where(
+        _column(rows.flag(ParamFlags.PROCESSED)),
+        _processed_logprobs(rows, drawn),
+        raw_logprobs(drawn.raw, drawn.raw_maximum, drawn.raw_total),
+    ).float()
+    logprob = logprobs[:, 0].masked_fill(idle | ~rows.flag(ParamFlags.LOGPROBS), math.nan)
+    rank = drawn.rank.masked_fill(idle | ~rows.flag(ParamFlags.RANK), 0)
+    counted = rows.flag(ParamFlags.FILTERED) | rows.flag(ParamFlags.GREEDY) | drawn.empty
     flags = (
-        nan_rows * int(RowFlags.NAN)
-        + processed.positive_infinity * int(RowFlags.POS_INF)
-        + processed.empty * int(RowFlags.EMPTY)
+        drawn.has_nan * int(RowFlags.NAN)
+        + drawn.positive_infinity * int(RowFlags.POS_INF)
+        + drawn.empty * int(RowFlags.EMPTY)
     )
-    flags = torch.where(finished, int(RowFlags.FINISHED), flags)
-    flags = torch.where(admitted, flags, int(RowFlags.PADDING))
+    flags.masked_fill_(rows.finished, int(RowFlags.FINISHED))
+    flags.masked_fill_(~rows.admitted, int(RowFlags.PADDING))
+    generation = rows.state.i32(State.GENERATION).masked_fill(~rows.admitted, 0)
 
     fields = [
-        _column(torch.where(live, token, -1)).view(torch.int32),
-        logprob.view(torch.int32),
+        _column(drawn.token.masked_fill(idle, -1)).view(torch.int32),
+        _column(logprob).view(torch.int32),
         _column(rank),
-        _column(torch.where(live, num_kept, 0)),
-        _column(torch.where(admitted, finish, 0)),
+        _column(drawn.num_kept.masked_fill(idle | ~counted, 0)),
+        _column(finish),
         _column(flags),
-        _column(torch.where(admitted, rows.state.i32(State.GENERATION), 0)),
+        _column(generation),
     ]
+    given, top = logprobs[:, 1:].split(
+        [layout.max_logprob_ids, logprobs.shape[1] - 1 - layout.max_logprob_ids], 1
+    )
     if layout.max_logprobs:
-        values = ranked.masked_fill(in_processed & ~kept.mask, -torch.inf)
-        count = min(layout.max_logprobs, layout.vocab_size)
-        ids = _top(values, count)
-        listed = values.gather(1, ids) > -torch.inf
-        logprobs = torch.where(listed, logprobs_of(ids), -torch.inf)
-        ids = torch.where(listed, ids, -1)
-        missing = (0, layout.max_logprobs - count)
+        count = top.shape[1]
+        ids = drawn.ids[:, -count:].masked_fill(top == -torch.inf, -1)
+        missing = (0, layout.max_logprobs - count)  # columns that the vocabulary cannot fill
         ids = torch.nn.functional.pad(ids, missing, value=-1)
-        logprobs = torch.nn.functional.pad(logprobs, missing, value=-math.inf)
-        column = torch.arange(layout.max_logprobs, device=raw.device)
-        asked = (column < _column(record.i32(Param.TOP_LOGPROBS))) & _column(live)
-        fields.append(torch.where(asked, ids, -1).view(torch.int32))
-        fields.append(torch.where(asked, logprobs, math.nan).view(torch.int32))
+        top = torch.nn.functional.pad(top, missing, value=-math.inf)
+        column = torch.arange(layout.max_logprobs, device=top.device)
+        unasked = column >= _column(rows.params.i32(Param.TOP_LOGPROBS))
+        unasked |= _column(idle)
+        fields.append(ids.masked_fill(unasked, -1).view(torch.int32))
+        fields.append(top.masked_fill(unasked, math.nan).view(torch.int32))
     if layout.max_logprob_ids:
-        ids = _used(rows, layout.given_ids, layout.max_logprob_ids, Param.NUM_GIVEN)
-        asked = (ids < layout.vocab_size) & _column(live)
-        given = logprobs_of(ids.clamp(max=layout.vocab_size - 1))
-        fields.append(torch.where(asked, given, math.nan).view(torch.int32))
+        unasked = (rows.given_ids == layout.vocab_size) | _column(idle)
+        fields.append(given.masked_fill(unasked, math.nan).view(torch.int32))
     written = torch.cat([f.to(torch.int32) for f in fields], 1)
     output[:, : written.shape[1]].copy_(written)
 
 
-def _advance(
-    state: Tensor, tables: Tensor, rows: _Rows, token: Tensor, *, finish: Tensor, live: Tensor
-) -> None:
+def _advance(state: Tensor, tables: Tensor, rows: _Rows, token: Tensor, finish: Tensor) -> None:
     """Advance the state of live rows; the others write to the padding row."""
     layout, record = rows.layout, rows.state
-    target = torch.where(live, rows.slot, layout.max_requests)
-    token32 = _column(token.to(torch.int32))
-    advanced = record.int32.clone()
-    advanced[:, State.POSITION : State.POSITION + 2] = _column(record.i64(State.POSITION) + 1).view(
-        torch.int32
-    )
-    advanced[:, State.LAST_TOKEN : State.LAST_TOKEN + 2] = _column(token).view(torch.int32)
-    advanced[:, State.NUM_GENERATED] += 1
-    advanced[:, State.FINISH_REASON] = finish
+    target = rows.slot.masked_fill(~rows.live, layout.max_requests)
+    advanced = [
+        _column(record.i64(State.POSITION) + 1).view(torch.int32),
+        _column(token).view(torch.int32),
+        _column(record.i32(State.NUM_GENERATED) + 1),
+        _column(finish),
+        record.int32[:, State.GENERATION : State.RECENT],
+    ]
     if layout.recent_tokens:
-        recent = record.int32[:, State.RECENT : State.RECENT + layout.recent_tokens - 1]
-        advanced[:, State.RECENT : State.RECENT + layout.recent_tokens] = torch.cat(
-            [token32, recent], 1
-        )
-    state.index_copy_(0, target, advanced)
+        newest = _column(token).to(torch.int32)
+        advanced += [
+            newest,
+            record.int32[:, State.RECENT : State.RECENT + layout.recent_tokens - 1],
+        ]
+    advanced.append(record.int32[:, State.RECENT + layout.recent_tokens :])
+    state.index_copy_(0, target, torch.cat(advanced, 1))
     if not layout.penalties:
         return
     word = layout.output_bits + target * layout.bitmap_words + token // 32
-    bit = torch.ones_like(token) << (token % 32)
+    bit = 1 << (token % 32)
     bits = tables.index_select(0, word).long()
     count_at = layout.counts + target * layout.vocab_size + token
-    count = torch.where((bits & bit) != 0, tables.index_select(0, count_at), 0) + 1
-    tables.index_copy_(0, count_at, count.to(torch.int32))
+    count = tables.index_select(0, count_at).masked_fill_((bits & bit) == 0, 0) + 1
+    tables.index_copy_(0, count_at, count)
     tables.index_copy_(0, word, (bits | bit).to(torch.int32))
