@@ -1,0 +1,160 @@
+"""The command line: `graphed-sampling demo` and `graphed-sampling doctor`."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+except ModuleNotFoundError:
+    raise SystemExit(
+        "the command line needs a few more packages:  pip install 'graphed-sampling[demo]'"
+    ) from None
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from graphed_sampling import __version__
+
+        typer.echo(f"graphed-sampling {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """LLM sampling from logits to tokens, in tensors, captured in CUDA graphs."""
+
+
+@app.command()
+def demo(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Asked instead of the built-in prompts; may be given several times."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 64,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of your prompts; 0 is greedy. Default 0.7.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Of your prompts; 0, the default, is off.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Of your prompts; 1 is off. Default 0.9.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Of your prompts; 0, the default, is off.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Answers in the making at once.")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="The sampler's; see doctor.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="No live display, no colour.")] = False,
+) -> None:
+    """Watch a small language model answer many prompts at once, each with its own parameters."""
+    import torch
+
+    from graphed_sampling import SamplingParams
+
+    try:
+        from graphed_sampling.demo.checkpoint import ModelMissingError
+        from graphed_sampling.demo.run import OptionError, Options, run_demo
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("graphed_sampling"):
+            raise
+        _fail(f"The demo needs {error.name}:  pip install 'graphed-sampling[demo]'")
+
+    own = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    if given and not prompt:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise typer.BadParameter(f"{names}: goes with --prompt; built-in prompts have their own")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        params = replace(SamplingParams(temperature=0.7, top_p=0.9), **given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    options = Options(
+        prompts=prompt or (),
+        params=params,
+        max_tokens=max_tokens,
+        seed=seed,
+        slots=slots,
+        device=device,
+        backend=backend,
+        plain=plain,
+    )
+    try:
+        run_demo(options)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+    except ModelMissingError as error:
+        _fail(str(error))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed here, and which backends can be used."""
+    import torch
+
+    from graphed_sampling import backends, build_info
+
+    info = build_info()
+    native = "loaded"
+    if not info["loaded"]:
+        native = f"not in use: {info['load_error'] or info['reason']}"
+    built = "nothing native"
+    if info["native"]:
+        architectures = ", ".join(f"sm_{number}" for number in info["architectures"]) or "no GPU"
+        built = f"torch {info['torch']}, nvcc {info['nvcc'] or 'none'}, for {architectures}"
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
+    rows = [
+        ("graphed-sampling", info["version"]),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", torch.__version__),
+        ("cuda of torch", torch.version.cuda or "none"),
+        *(("GPU", gpu) for gpu in gpus or ["none"]),
+        ("native library", native),
+        ("built with", built),
+    ]
+    for name, value in rows:
+        typer.echo(f"{name:<18}{value}")
+    device = "cuda" if gpus else "cpu"
+    typer.echo(f"\nbackends, on {device}")
+    for backend in backends.describe(device):
+        state = "usable" if backend.usable else f"not usable: {backend.reason}"
+        typer.echo(f"  {backend.name:<16}{state}")
+        typer.echo(f"  {'':<16}auto takes it for {backend.chosen_for}")
+        typer.echo(f"  {'':<16}refuses {', '.join(backend.refuses) or 'nothing'}")
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB"
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The demo from the model file to the closing table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from graphed_sampling import SamplingParams, backends
+from graphed_sampling.demo import screen
+from graphed_sampling.demo.checkpoint import Checkpoint, find_model
+from graphed_sampling.demo.engine import Engine, Generation, Request
+from graphed_sampling.demo.llama import Llama
+from graphed_sampling.demo.prompts import builtin_requests, make_request
+from graphed_sampling.demo.tokenizer import ChatTokenizer
+
+
+class OptionError(Exception):
+    """An option asks for what cannot be had here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says.
+
+    prompts: instead of the built-in ones; all of them with `params`. device: "auto" is the GPU
+    where there is one. seed: of the requests whose parameters bring none.
+    """
+
+    prompts: Sequence[str] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 64
+    seed: int = 0
+    slots: int = 8
+    device: str = "auto"
+    backend: str = "auto"
+    plain: bool = False
+
+
+def run_demo(options: Options) -> list[Generation]:
+    """Answer all prompts; the result is in the order in which they were given.
+
+    ModelMissingError without the package that carries the model; OptionError for a device or a
+    backend that is not there, and for prompts that are too long.
+    """
+    device = _pick_device(options.device)
+    backend = _pick_backend(options.backend, device)
+    console = screen.new_console(plain=options.plain)
+    began = time.perf_counter()
+    console.print("Reading SmolLM2-135M-Instruct ...")
+    checkpoint = Checkpoint(find_model())
+    tokenizer = ChatTokenizer(checkpoint.vocabulary())
+    requests = _requests(tokenizer, options)
+    requests = _leave_out_refused(requests, backend, device, console)
+    config = checkpoint.config()
+    capacity = max((request.max_length for request in requests), default=1)
+    if capacity > config.context_length:
+        raise OptionError(
+            f"a prompt and its answer take {capacity} tokens: the model has {config.context_length}"
+        )
+    tensors = screen.with_progress(
+        checkpoint.tensors(), checkpoint.num_tensors, console, plain=options.plain
+    )
+    model = Llama(
+        config,
+        tensors,
+        num_slots=options.slots,
+        capacity=capacity,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+    )
+    engine = Engine(
+        model,
+        num_slots=options.slots,
+        eos_token_ids=[tokenizer.eos_token_id],
+        backend=backend,
+        seed=options.seed,
+    )
+    console.print(
+        f"Ready after {time.perf_counter() - began:.1f} s: {len(requests)} requests for "
+        f"{options.slots} slots, model on {device}, sampler backend {backend}\n",
+        soft_wrap=True,
+    )
+    began = time.perf_counter()
+    generations = _answer(requests, engine, tokenizer, console, plain=options.plain)
+    seconds = time.perf_counter() - began
+    screen.print_summary(console, generations)
+    screen.print_totals(console, engine, len(generations), seconds)
+    return generations
+
+
+def _answer(
+    requests: Sequence[Request],
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    console: Console,
+    *,
+    plain: bool,
+) -> list[Generation]:
+    for request in requests:
+        engine.submit(request)
+    done: list[Generation] = []
+    with screen.Screen(tokenizer, console, plain=plain) as display:
+        while engine.busy:
+            finished = engine.step()
+            for generation in finished:
+                display.show_answer(generation)
+            done += finished
+            display.show_running(engine)
+    return sorted(done, key=lambda generation: generation.started)
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device 'cuda' is not there: torch sees no GPU")
+    if name not in ("cuda", "cpu"):
+        raise OptionError(f"device {name!r} is not known: auto, cpu or cuda")
+    return torch.device(name)
+
+
+def _pick_backend(name: str, device: torch.device) -> str:
+    try:
+        return backends.resolve(name, device)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+
+
+def _requests(tokenizer: ChatTokenizer, options: Options) -> list[Request]:
+    if not options.prompts:
+        return builtin_requests(tokenizer, max_tokens=options.max_tokens)
+    return [
+        make_request(
+            tokenizer, f"prompt {i}", prompt, options.params, max_tokens=options.max_tokens
+        )
+        for i, prompt in enumerate(options.prompts, start=1)
+    ]
+
+
+def _leave_out_refused(
+    requests: Sequence[Request], backend: str, device: torch.device, console: Console
+) -> list[Request]:
+    refuses = next(info.refuses for info in backends.describe(device) if info.name == backend)
+    served = []
+    for request in requests:
+        if lacking := sorted(request.params.features() & set(refuses)):
+            note = f"{request.title!r} is left out: backend {backend} refuses {', '.join(lacking)}"
+            console.print(Text(note), soft_wrap=True)
+        else:
+            served.append(request)
+    return served
