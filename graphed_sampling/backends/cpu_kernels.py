@@ -18,8 +18,8 @@ Probability masses are integers of 2^-40 of the survivors' maximum: their sums d
 an order, so no launch shape can decide a token. Nothing here may be contracted or reassociated:
 no fastmath anywhere.
 
-Every selection is a radix descent over integer keys, three or six passes over its list whatever
-the values are; nothing sorts the vocabulary.
+Every selection is a radix descent over integer keys, which takes a few passes over its list
+whatever the values are; nothing sorts the vocabulary.
 """
 
 from __future__ import annotations
@@ -75,6 +75,20 @@ _EXP2 = (
     1.5303700711365693e-05,
     1.325080551750225e-06,
 )
+
+# The same in fp32, within 2^-27, and what shifts an fp32's low bits to 2^24 times a power of 2.
+_EXP2_FLOAT = (
+    np.float32(0.6931471880262288),
+    np.float32(0.24022650760568126),
+    np.float32(0.05550357114219078),
+    np.float32(0.009618082557277852),
+    np.float32(0.0013390863364671234),
+    np.float32(0.0001545316294512069),
+)
+_PART_BITS = 24
+_ROUND_FLOAT = np.float32(1.5 * 2.0**23 + _PART_BITS)
+_LOG2_E_FLOAT = np.float32(_LOG2_E)
+_Z_MIN_FLOAT = np.float32(-_PART_BITS - 2)
 
 _F_ADMITTED = int(ParamFlags.ADMITTED)
 _F_GREEDY = int(ParamFlags.GREEDY)
@@ -139,7 +153,9 @@ class Workspace(NamedTuple):
     z: np.ndarray[Any, Any]  # float64 [V]: log2 of their probability over the maximum's
     mass: np.ndarray[Any, Any]  # int64 [V]: rint(2^40 * 2^z)
     keys: np.ndarray[Any, Any]  # uint64 [V]: what a selection orders by
-    bins: np.ndarray[Any, Any]  # int64 [2048]: the histogram of one radix pass
+    left_keys: np.ndarray[Any, Any]  # uint64 [V]: keys that a selection has not ruled out
+    left_mass: np.ndarray[Any, Any]  # int64 [V]: their masses
+    bins: np.ndarray[Any, Any]  # int64 [2048]: the histogram of one round of a selection
 
 
 def make_workspace(vocab_size: int) -> Workspace:
@@ -157,6 +173,8 @@ def make_workspace(vocab_size: int) -> Workspace:
         z=np.empty(size, np.float64),
         mass=np.empty(size, np.int64),
         keys=np.empty(size, np.uint64),
+        left_keys=np.empty(size, np.uint64),
+        left_mass=np.empty(size, np.int64),
         bins=np.empty(2048, np.int64),
     )
 
@@ -201,21 +219,48 @@ def _count_trailing_zeros(_context: Any, value: Any) -> Any:
 _lowest_bit: Any = intrinsic(_count_trailing_zeros)  # of an int64 that is not 0
 
 
+def _count_leading_zeros(_context: Any, value: Any) -> Any:
+    def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
+
+
+_leading_zeros: Any = intrinsic(_count_leading_zeros)
+
+
+def _set_vector_width(_context: Any) -> Any:
+    def generate(context: Any, builder: Any, _s: Any, _a: Any) -> Any:
+        # llvmlite lists no attributes with values, but prints what its set holds.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+_prefer_wide_vectors: Any = intrinsic(_set_vector_width)
+"""Called in a kernel whose arithmetic pays for them: LLVM takes half of AVX-512 by default."""
+
+
 # --------------------------------------------------------------------------- numbers
+
+
+@_jit
+def _key_of_bits(bits):
+    """The int32 key of a float32's bits. Narrow at every step: numba would widen to 64 bits."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(_MAGNITUDE)))
 
 
 @_jit
 def _key(value):
     """The int32 key of a float32 that is not NaN."""
-    bits = _bits32(value)
-    return np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
+    return _key_of_bits(_bits32(value))
 
 
 @_jit
 def _value(key):
     """The float32 of a key."""
-    key = np.int32(key)
-    return _float32(np.int32(key ^ ((key >> 31) & _MAGNITUDE)))
+    return _float32(_key_of_bits(np.int32(key)))
 
 
 @_jit
@@ -247,8 +292,8 @@ def _mass_bits(z):
     Left as the bits of a float64, so that a loop over it stays in vector registers: the sum of
     n masses is the sum of n of these less n * _ROUND_BITS (modulo 2^64).
     """
-    t = z + _ROUND
-    f = z - (t - _ROUND)
+    t = z + (_ROUND + _MASS_BITS)  # so that the shift below scales by 2^40, too
+    f = z - (t - (_ROUND + _MASS_BITS))
     p = _EXP2[7] * f + _EXP2[6]
     p = p * f + _EXP2[5]
     p = p * f + _EXP2[4]
@@ -257,7 +302,7 @@ def _mass_bits(z):
     p = p * f + _EXP2[1]
     p = p * f + _EXP2[0]
     p = p * f + 1.0
-    scaled = _float64(_bits64(p) + ((_bits64(t) + _MASS_BITS) << 52))
+    scaled = _float64(_bits64(p) + (_bits64(t) << 52))
     return _bits64(scaled + _ROUND)
 
 
@@ -321,18 +366,20 @@ def _read_float(words, at):
 @_jit
 def _widen_half(bits):
     """The float32 of a float16's bits (int16)."""
-    magnitude = np.int32((bits & 0x7FFF) << 13)
+    wide = np.int32(bits)
+    magnitude = np.int32(np.int32(wide & np.int32(0x7FFF)) << np.int32(13))
     # The exponent lies 112 too low; the product is exact, of subnormals too.
     finite = _bits32(_float32(magnitude) * np.float32(2.0**112))
-    special = np.int32(magnitude | _INF_BITS)
-    unsigned = special if magnitude >= 0x0F800000 else finite
-    return _float32(np.int32(unsigned | ((np.int32(bits) & 0x8000) << 16)))
+    special = np.int32(magnitude | np.int32(_INF_BITS))
+    unsigned = special if magnitude >= np.int32(0x0F800000) else finite
+    sign = np.int32(np.int32(wide & np.int32(0x8000)) << np.int32(16))
+    return _float32(np.int32(unsigned | sign))
 
 
 @_jit
 def _widen_brain(bits):
     """The float32 of a bfloat16's bits (int16)."""
-    return _float32(np.int32(np.int32(bits) << 16))
+    return _float32(np.int32(np.int32(bits) << np.int32(16)))
 
 
 @_jit
@@ -346,51 +393,85 @@ def _logit(logits, kind, at):
 
 
 @_jit
-def _load_group(source, start, count, y, base):
-    """Sanitise `count` entries into y[base:]; returns (key of the maximum, largest magnitude)."""
+def _load_group(logits, place, y, group):
+    """Copies the `place`-th group of `logits` to the `group`-th of y, -0.0 as 0.0.
+
+    Returns (key of the maximum, bits of the largest magnitude).
+    """
+    # Slices, so that indices are seen to be >= 0; made here, for as arguments they cost vectors.
+    source = logits[place * GROUP : place * GROUP + GROUP]
+    target = y[group * GROUP : group * GROUP + GROUP]
     best = np.int32(_BANNED)
     magnitude = np.int32(0)
-    for j in range(count):
-        value = source[start + j] + np.float32(0.0)  # -0.0 becomes 0.0
+    for j in range(GROUP):
+        value = source[j] + np.float32(0.0)
+        target[j] = value
         bits = _bits32(value)
-        absolute = np.int32(bits & _MAGNITUDE)
-        key = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
-        banned = (absolute > _INF_BITS) | (key == _NEG_INF_KEY)
-        key = np.int32(_BANNED) if banned else key
-        y[base + j] = _NAN if banned else value
-        best = np.int32(max(best, key))
-        magnitude = np.int32(max(magnitude, absolute))
+        best = max(best, _key_of_bits(bits))
+        magnitude = max(magnitude, np.int32(bits & np.int32(_MAGNITUDE)))
     return best, magnitude
+
+
+@_jit
+def _widen_group(kind, logits, place, count, wide):
+    """Widens up to GROUP 16-bit logits."""
+    source = logits[place * GROUP : place * GROUP + GROUP]
+    if kind == BFLOAT16 and count == GROUP:
+        for j in range(GROUP):
+            wide[j] = _widen_brain(source[j])
+    elif kind == FLOAT16 and count == GROUP:
+        for j in range(GROUP):
+            wide[j] = _widen_half(source[j])
+    else:
+        for j in range(count):
+            wide[j] = _widen_brain(source[j]) if kind == BFLOAT16 else _widen_half(source[j])
 
 
 @_jit
 def _load_row(logits, kind, start, size, ws):
     """The raw form of the row that starts at entry `start`; returns whether it holds a NaN."""
+    whole = size // GROUP
+    rest = size - whole * GROUP
+    y, wide, keys = ws.y, ws.wide, ws.group_keys
     magnitude = np.int32(0)
-    # Slices, so that indices are seen to be >= 0: a wrap-around check would cost the vectors.
+    floats = logits.view(np.float32)[start : start + size] if kind == FLOAT32 else wide
     shorts = logits.view(np.int16)[start : start + size]
-    floats = logits.view(np.float32)[start : start + size] if kind == FLOAT32 else ws.wide
-    for group in range((size + GROUP - 1) // GROUP):
-        base = group * GROUP
-        count = min(GROUP, size - base)
+    for group in range(whole):
         if kind == FLOAT32:
-            if count == GROUP:  # a constant trip count keeps the loop in whole vectors
-                best, largest = _load_group(floats, base, GROUP, ws.y, base)
-            else:
-                best, largest = _load_group(floats, base, count, ws.y, base)
+            best, largest = _load_group(floats, group, y, group)
         else:
-            if kind == BFLOAT16:
-                for j in range(count):
-                    ws.wide[j] = _widen_brain(shorts[base + j])
-            else:
-                for j in range(count):
-                    ws.wide[j] = _widen_half(shorts[base + j])
-            best, largest = _load_group(ws.wide, 0, count, ws.y, base)
-        for j in range(count, GROUP):
-            ws.y[base + j] = _NAN
-        ws.group_keys[group] = best
-        magnitude = np.int32(max(magnitude, largest))
+            _widen_group(kind, shorts, group, GROUP, wide)
+            best, largest = _load_group(wide, 0, y, group)
+        keys[group] = best
+        magnitude = max(magnitude, largest)
+    if rest > 0:
+        if kind == FLOAT32:
+            wide[:rest] = floats[whole * GROUP :]
+        else:
+            _widen_group(kind, shorts, whole, rest, wide)
+        wide[rest:] = -_FLT_MAX  # beats nothing but -inf, which is seen below
+        best, largest = _load_group(wide, 0, y, whole)
+        keys[whole] = best
+        magnitude = max(magnitude, largest)
+        y[size : (whole + 1) * GROUP] = _NAN
+    if magnitude >= _INF_BITS:  # NaN or an infinity is there: rare, so in a pass of its own
+        groups = (size + GROUP - 1) // GROUP
+        for i in range(size):
+            y[i] = y[i] if y[i] > -_INF else _NAN
+        ws.dirty[:groups] = 1
+        _renew_groups(groups, ws)
     return magnitude > _INF_BITS
+
+
+@_jit
+def _group_key(values):
+    """Key of the maximum of a group, NaN left out."""
+    best = np.int32(_BANNED)
+    for j in range(GROUP):
+        value = values[j]
+        key = _key_of_bits(_bits32(value))
+        best = np.int32(max(best, key if value == value else np.int32(_BANNED)))
+    return best
 
 
 @_jit
@@ -399,14 +480,7 @@ def _renew_groups(groups, ws):
     for group in range(groups):
         if ws.dirty[group]:
             ws.dirty[group] = 0
-            best = np.int32(_BANNED)
-            for j in range(GROUP):
-                value = ws.y[group * GROUP + j]
-                bits = _bits32(value)
-                key = np.int32(bits ^ ((bits >> 31) & _MAGNITUDE))
-                key = key if value == value else np.int32(_BANNED)
-                best = np.int32(max(best, key))
-            ws.group_keys[group] = best
+            ws.group_keys[group] = _group_key(ws.y[group * GROUP : (group + 1) * GROUP])
 
 
 @_jit
@@ -438,24 +512,56 @@ def _add_masses(groups, maximum, scale, threshold, ws):
 
     maximum: float32, of the y; scale: log2(e) / temperature.
     """
+    _prefer_wide_vectors()
     total = 0
     threshold_key = _key(threshold)
+    limited = threshold > -_INF
     top = np.float64(maximum)
     for group in range(groups):
         key = ws.group_keys[group]
         if key < threshold_key or (np.float64(_value(key)) - top) * scale < -42.0:
             ws.group_mass[group] = 0  # all masses round to 0
             continue
+        values = ws.y[group * GROUP : (group + 1) * GROUP]
         sum_bits = 0
-        base = group * GROUP
-        for j in range(GROUP):
-            value = ws.y[base + j]
-            z = (np.float64(value) - top) * scale
-            z = z if (z > _Z_MIN) & (value >= threshold) else _Z_MIN
-            sum_bits += _mass_bits(z)
+        if limited:
+            for j in range(GROUP):
+                z = (np.float64(values[j]) - top) * scale
+                z = z if (z > _Z_MIN) & (values[j] >= threshold) else _Z_MIN
+                sum_bits += _mass_bits(z)
+        else:
+            for j in range(GROUP):
+                z = (np.float64(values[j]) - top) * scale
+                z = z if z > _Z_MIN else _Z_MIN  # NaN, too
+                sum_bits += _mass_bits(z)
         mass = sum_bits - GROUP * _ROUND_BITS
         ws.group_mass[group] = mass
         total += mass
+    return total
+
+
+@_jit
+def _raw_part(y, group, maximum):
+    """The sum of exp(y - maximum) over a group, whose maximum it is, in units of 2^-24.
+
+    In fp32, since no draw depends on it: terms are within 2^-22 of exact, the maximum's is exact.
+    """
+    values = y[group * GROUP : group * GROUP + GROUP]
+    total = np.int32(0)
+    for j in range(GROUP):
+        z = (values[j] - maximum) * _LOG2_E_FLOAT
+        z = z if z > _Z_MIN_FLOAT else _Z_MIN_FLOAT  # NaN, too
+        t = z + _ROUND_FLOAT
+        f = z - (t - _ROUND_FLOAT)
+        p = _EXP2_FLOAT[5] * f + _EXP2_FLOAT[4]
+        p = p * f + _EXP2_FLOAT[3]
+        p = p * f + _EXP2_FLOAT[2]
+        p = p * f + _EXP2_FLOAT[1]
+        p = p * f + _EXP2_FLOAT[0]
+        p = p * f + np.float32(1.0)
+        power = np.int32(_bits32(t) << np.int32(23))
+        part = _float32(np.int32(_bits32(p) + power))
+        total = np.int32(total + np.int32(part + np.float32(0.5)))
     return total
 
 
@@ -466,6 +572,8 @@ def _raw_normaliser(groups, ws):
     With +inf in the row the normaliser is their number; without a finite entry the maximum is
     -inf. `_raw_logprob` takes both.
     """
+    _prefer_wide_vectors()
+    y, keys, parts = ws.y, ws.group_keys, ws.group_mass
     key = _best_key(groups, ws)
     if key == _BANNED:
         return -_INF, 0.0
@@ -473,9 +581,14 @@ def _raw_normaliser(groups, ws):
     if maximum == _INF:
         count = 0
         for i in range(groups * GROUP):
-            count += 1 if ws.y[i] == _INF else 0
+            count += 1 if y[i] == _INF else 0
         return maximum, math.log(np.float64(count))
-    total = _add_masses(groups, maximum, _LOG2_E, -_INF, ws)
+    for group in range(groups):
+        parts[group] = _raw_part(y, group, _value(keys[group]))
+    total = 0
+    for group in range(groups):
+        mass = np.float64(_mass((np.float64(_value(keys[group])) - maximum) * _LOG2_E))
+        total += np.int64(mass * np.float64(parts[group]) * 2.0**-_PART_BITS)
     return maximum, math.log(np.float64(total) / _ONE)
 
 
@@ -493,32 +606,54 @@ def _raw_logprob(logit, maximum, log_normaliser):
 
 
 @_jit
-def _select(keys, mass, weighted, count, bits, target, bins):
-    """The least key up to which the weights reach `target`, and the weight strictly below it.
+def _select(mass, weighted, count, target, ws):
+    """The least of the first `count` keys up to which the weights reach `target`, and the weight
+    strictly below it.
 
     Weights are `mass`, or 1 each if not `weighted`; all together they reach the target. A radix
-    descent from the top bit: ceil(bits / 11) passes, whatever the keys.
+    descent from the highest bit in which keys differ, over what is left of them: at most ten
+    rounds, whatever the keys.
     """
-    prefix = np.uint64(0)
+    keys, left, left_mass, bins = ws.keys, ws.left_keys, ws.left_mass, ws.bins
+    differing = np.uint64(0)
+    for i in range(count):
+        differing |= keys[i] ^ keys[0]
+    shift = 64 - np.int64(_leading_zeros(differing))
     below = 0
-    shift = bits
-    while shift > 0:
-        width = min(11, shift)
+    first = True
+    while shift > 0 and (first or count > 1):
+        # Few keys are worth few bins: each is cleared and looked at.
+        width = min(shift, 11 if count > 1000 else 7)
         shift -= width
-        size = 1 << width
-        for b in range(size):
-            bins[b] = 0
-        for i in range(count):
-            digits = keys[i] >> np.uint64(shift)
-            # In two steps: the first pass would shift 64 bits by 64.
-            if digits >> np.uint64(width) == prefix:
-                bins[np.int64(digits & np.uint64(size - 1))] += mass[i] if weighted else 1
+        drop, mask = np.uint64(shift), np.uint64((1 << width) - 1)
+        bins[: 1 << width] = 0
+        source = keys if first else left
+        source_mass = mass if first else left_mass
+        if weighted:
+            for i in range(count):
+                bins[(source[i] >> drop) & mask] += source_mass[i]
+        else:
+            for i in range(count):
+                bins[(source[i] >> drop) & mask] += 1
         b = 0
-        while b < size - 1 and below + bins[b] < target:
+        while b < (1 << width) - 1 and below + bins[b] < target:
             below += bins[b]
             b += 1
-        prefix = (prefix << np.uint64(width)) | np.uint64(b)
-    return prefix, below
+        chosen = np.uint64(b)
+        kept = np.uint64(0)  # unsigned: as an index it is not checked for wrapping around
+        one, none = np.uint64(1), np.uint64(0)
+        if weighted:
+            for i in range(count):
+                left[kept] = source[i]
+                left_mass[kept] = source_mass[i]
+                kept += one if (source[i] >> drop) & mask == chosen else none
+        else:
+            for i in range(count):
+                left[kept] = source[i]
+                kept += one if (source[i] >> drop) & mask == chosen else none
+        count = np.int64(kept)
+        first = False
+    return keys[0] if first else left[0], below
 
 
 @_jit
@@ -535,7 +670,7 @@ def _cut(count, weighted, target, ws):
     Returns the number kept; `ids`, `values`, `z` and `mass` are closed up.
     """
     _descending_keys(count, ws)
-    last, reached = _select(ws.keys, ws.mass, weighted, count, 32, target, ws.bins)
+    last, reached = _select(ws.mass, weighted, count, target, ws)
     kept = 0
     for i in range(count):
         if ws.keys[i] > last:
@@ -560,16 +695,19 @@ def _move(source, target, ws):
 @_jit
 def _gather(groups, threshold, ws):
     """Lists the y at or above `threshold`, ids ascending; returns their number."""
-    count = 0
+    y, ids, values = ws.y, ws.ids, ws.values
     threshold_key = _key(threshold)
+    count = np.uint64(0)
+    one, none = np.uint64(1), np.uint64(0)
     for group in range(groups):
-        if ws.group_keys[group] >= threshold_key and ws.group_keys[group] != _BANNED:
+        key = ws.group_keys[group]
+        if key >= threshold_key and key != _BANNED:
             for i in range(group * GROUP, (group + 1) * GROUP):
-                value = ws.y[i]
-                ws.ids[count] = i
-                ws.values[count] = value
-                count += 1 if value >= threshold else 0
-    return count
+                value = y[i]
+                ids[count] = i
+                values[count] = value
+                count += one if value >= threshold else none
+    return np.int64(count)
 
 
 @_jit
@@ -582,7 +720,7 @@ def _largest_bound(groups, wanted, ws):
         return -_INF
     for group in range(groups):
         ws.keys[group] = np.uint64(_MAGNITUDE - np.int64(ws.group_keys[group]))
-    key, _ = _select(ws.keys, ws.mass, False, groups, 32, wanted, ws.bins)
+    key, _ = _select(ws.mass, False, groups, wanted, ws)
     key = _MAGNITUDE - np.int64(key)
     return -_INF if key == _BANNED else _value(key)
 
@@ -647,17 +785,18 @@ def _clamp(value):
 def _apply_bitmaps(bitmask, mask_at, tables, allowed_at, size, ws):
     """Bans what the grammar bitmask or the slot's allowed bitmap lacks; an offset < 0 is none."""
     for w in range((size + 31) // 32):
-        word = np.int64(-1)
+        word = np.int32(-1)
         if mask_at >= 0:
-            word &= np.int64(bitmask[mask_at + w])
+            word = np.int32(word & bitmask[mask_at + w])
         if allowed_at >= 0:
-            word &= np.int64(tables[allowed_at + w])
+            word = np.int32(word & tables[allowed_at + w])
         if word == -1:
             continue
         ws.dirty[w * 32 // GROUP] = 1
-        for j in range(min(32, size - w * 32)):
-            if not (word >> j) & 1:
-                ws.y[w * 32 + j] = _NAN
+        values = ws.y[w * 32 : (w + 1) * 32]  # the padding behind the row is NaN already
+        for j in range(32):
+            allowed = np.int32(word & np.int32(np.int32(1) << np.int32(j))) != 0
+            values[j] = values[j] if allowed else _NAN
 
 
 @_jit
@@ -780,12 +919,14 @@ def _sigma_bound(groups, maximum, sigmas, ws):
 @_jit
 def _weigh(count, scale, ws):
     """z and masses of the listed survivors relative to their own maximum; returns the sum."""
-    maximum = -_INF
+    _prefer_wide_vectors()
+    key = np.int32(_BANNED)
     for i in range(count):
-        maximum = max(maximum, ws.values[i])
+        key = np.int32(max(key, _key(ws.values[i])))
+    maximum = np.float64(_value(key))
     total = 0
     for i in range(count):
-        z = (np.float64(ws.values[i]) - np.float64(maximum)) * scale
+        z = (np.float64(ws.values[i]) - maximum) * scale
         ws.z[i] = z
         mass = _mass(z)
         ws.mass[i] = mass
@@ -816,7 +957,7 @@ def _typical_cut(count, total, share, ws):
     for i in range(count):
         # |-ln p - H| = ln 2 * |z - mean|; floats >= 0 are ordered as their bits.
         ws.keys[i] = np.uint64(_bits64(abs(ws.z[i] - mean)))
-    last, _ = _select(ws.keys, ws.mass, True, count, 64, _share(total, share), ws.bins)
+    last, _ = _select(ws.mass, True, count, _share(total, share), ws)
     kept = 0
     for i in range(count):
         if ws.keys[i] <= last:
@@ -837,16 +978,30 @@ def _bound_cut(count, bound, ws):
 
 
 @_jit
-def _top_p_bound(total, share, size, maximum, scale):
+def _top_p_bound(groups, target, total, size, maximum, scale, ws):
     """A float32 that every y of the top-p prefix of a dense row reaches.
 
-    `size` entries with z < c weigh at most 2^(40 + c) + 1 each: c is chosen so that together
-    they are no more than what the prefix leaves out.
+    target: the prefix's mass, of `total`. The maxima of the groups with the largest ones often
+    weigh so much by themselves; then the last of them is the bound.
     """
-    room = np.float64(total - _share(total, share)) / size * (1.0 - 1e-9) - 1.0
+    y_max = np.float64(maximum)
+    weight = 0
+    for group in range(groups):
+        key = ws.group_keys[group]
+        ws.keys[group] = np.uint64(_MAGNITUDE - np.int64(key))
+        mass = _mass((np.float64(_value(key)) - y_max) * scale)
+        mass = min(mass, ws.group_mass[group])  # 0 where no y of the group survives
+        ws.mass[group] = mass
+        weight += mass
+    if weight >= target:
+        key, _ = _select(ws.mass, True, groups, target, ws)
+        return _value(_MAGNITUDE - np.int64(key))
+    # `size` entries with z < c weigh at most 2^(40 + c) + 1 each: c is chosen so that together
+    # they are no more than what the prefix leaves out.
+    room = np.float64(total - target) / size * (1.0 - 1e-9) - 1.0
     # Below z = -41 a mass is 0, and the prefix ends before those.
     cutoff = math.log2(room) - _MASS_BITS if room > 0.5 else -1.0 - _MASS_BITS
-    return _round_down(np.float64(maximum) + (cutoff - 1e-6) / scale)
+    return _round_down(y_max + (cutoff - 1e-6) / scale)
 
 
 # --------------------------------------------------------------------------- the draw
@@ -1128,10 +1283,11 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
             count = _cut(count, True, _share(total, top_p), ws)
     elif top_p < 1:
         total = _add_masses(groups, maximum, scale, threshold, ws)
-        bound = _top_p_bound(total, top_p, off.vocab_size, maximum, scale)
+        target = _share(total, top_p)
+        bound = _top_p_bound(groups, target, total, off.vocab_size, maximum, scale, ws)
         count = _gather(groups, max(threshold, bound), ws)
         _weigh(count, scale, ws)
-        count = _cut(count, True, _share(total, top_p), ws)
+        count = _cut(count, True, target, ws)
     elif typical < 1 or epsilon > 0 or eta > 0:
         count = _gather(groups, threshold, ws)
     else:
