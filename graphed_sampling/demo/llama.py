@@ -14,7 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphed_sampling.demo.checkpoint import LlamaConfig
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    rope_base: float
+    norm_eps: float
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def _builtin(tokenizer: ChatTokenizer) -> list[tuple[str, str, SamplingParams]]:
         return tuple(tokenizer.encode(text)[0] for text in texts)
 
     greedy = SamplingParams(temperature=0.0)
-    twin = SamplingParams(temperature=0.7, top_p=0.9, seed=2024)
-    parent = SamplingParams(temperature=0.8, min_p=0.1, seed=7)
+    twin = SamplingParams(temperature=0.7, top_p=0.9, seed=5)
+    parent = SamplingParams(temperature=0.7, min_p=0.1, seed=5)
     france = "What is the capital of France?"
     robot = "Suggest a name for a friendly robot and describe it in one sentence."
     sea = "Write one sentence about the sea at night."
@@ -64,9 +64,9 @@ def _builtin(tokenizer: ChatTokenizer) -> list[tuple[str, str, SamplingParams]]:
             SamplingParams(temperature=0.7, top_k=40, top_p=0.9),
         ),
         (
-            "village",
-            "Describe a quiet village in the mountains in two sentences.",
-            SamplingParams(temperature=0.9, min_p=0.2),
+            "water",
+            "Why should I drink water?",
+            SamplingParams(temperature=0.8, min_p=0.1),
         ),
         ("robot twin 1", robot, twin),
         ("robot twin 2", robot, twin),

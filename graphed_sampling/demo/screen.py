@@ -137,16 +137,13 @@ def print_totals(console: Console, engine: Engine, count: int, seconds: float) -
     )
 
 
-_HIDDEN = ("max_tokens", "logprobs_mode")
-
-
 def short_params(params: SamplingParams) -> str:
-    """The fields that differ from their defaults; of collections only the number of entries."""
-    default = SamplingParams()
+    """What is on, but for the length; of collections the number of entries."""
     parts = ["greedy"] if params.is_greedy else [f"temperature {params.temperature:g}"]
+    shown = params.features() - {"max_tokens"} | {"seed"}
     for f in fields(params):
         value = getattr(params, f.name)
-        if f.name in (*_HIDDEN, "temperature") or value in (getattr(default, f.name), 0):
+        if f.name not in shown or value is None or (f.name == "logprobs" and value == 0):
             continue
         name = f.name.removesuffix("_token_ids").removesuffix("_ids").replace("_", " ")
         if isinstance(value, bool):
@@ -155,6 +152,8 @@ def short_params(params: SamplingParams) -> str:
             parts.append(f"{name} {value:g}")
         elif isinstance(value, int):
             parts.append(f"{name} {value if value < 10**6 else f'...{value % 10**4:04}'}")
+        elif isinstance(value, str):
+            parts.append(f"{name} {value}")
         else:
             parts.append(f"{name} x{len(value)}")
     return ", ".join(parts)

