@@ -1,0 +1,370 @@
+"""Every backend computes the function of `reference.sample_row`: row by row, and step by step.
+
+Given the same words or seeds, tokens, kept counts, ranks, ids, flags and finish reasons are equal
+and logprobs are within `helpers.LOGPROB_TOLERANCE`. Where the reference itself says that rounding
+may decide (`helpers.Tally`), the other outcome is accepted, counted and bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    BENIGN_KINDS,
+    DTYPES,
+    INF,
+    KINDS,
+    NAN,
+    PLACEMENTS,
+    BackendDevice,
+    Case,
+    CheckedTable,
+    check_extreme_words,
+    check_spaced_words,
+    place,
+    random_bitmask,
+    random_params,
+    random_row,
+    random_words,
+)
+
+from graphed_sampling import (
+    GraphedSampler,
+    RequestTable,
+    RowFlags,
+    Sampler,
+    SamplingParams,
+    StepOutput,
+    new_output,
+    new_scratch,
+)
+
+# Round sizes, and those next to a warp, to a bitmap's word and to nothing at all.
+VOCABS = (1, 2, 31, 32, 33, 111, 1000, 32000)
+ROWS = (0, 1, 3, 17)
+
+
+def admit_random(
+    checked: CheckedTable, rng: np.random.Generator, count: int, rate: float = 0.25
+) -> list[int]:
+    """Requests with random parameters, prompts and outputs, in random slots."""
+    vocab = checked.table.vocab_size
+    slots = [int(s) for s in rng.permutation(checked.table.max_requests)[:count]]
+    for slot in slots:
+        prompt, output = (
+            [int(i) for i in rng.integers(0, vocab, rng.integers(0, 12))] for _ in range(2)
+        )
+        params = checked.pair.supported(random_params(rng, vocab, output, rate))
+        checked.admit(params, prompt, output, slot)
+    return slots
+
+
+def random_rows(
+    rng: np.random.Generator, rows: int, vocab: int, kinds: tuple[str, ...]
+) -> np.ndarray:
+    values = [random_row(rng, vocab, str(rng.choice(kinds))) for _ in range(rows)]
+    return np.stack(values) if values else np.zeros((0, vocab), np.float32)
+
+
+def run_random_steps(
+    checked: CheckedTable,
+    rng: np.random.Generator,
+    slots: list[int],
+    steps: int,
+    *,
+    kinds: tuple[str, ...] = KINDS,
+    dtype: torch.dtype = torch.float32,
+    placement: str = "contiguous",
+    extremes: float = 0.0,
+) -> None:
+    """Steps with shuffled rows, padding among them, masks and given words now and then."""
+    vocab, device = checked.table.vocab_size, checked.pair.device
+    for step in range(steps):
+        rows = [int(s) for s in rng.permutation(slots)]
+        if len(rows) > 2:
+            rows[int(rng.integers(len(rows)))] = -1
+        values = random_rows(rng, len(rows), vocab, kinds)
+        placed = place(values, device, dtype, placement)
+        checked.step(
+            placed.logits,
+            rows,
+            bitmask=random_bitmask(rng, len(rows), vocab) if step % 3 == 1 else None,
+            words=random_words(rng, len(rows), extremes) if step % 3 != 2 else None,
+            device_inputs=bool(step % 2),
+        )
+        placed.check_unmodified()
+    checked.check_state()
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=lambda n: f"n{n}")
+@pytest.mark.parametrize("vocab", VOCABS, ids=lambda v: f"V{v}")
+def test_random_rows_equal_the_reference(
+    backend_device: BackendDevice, vocab: int, rows: int
+) -> None:
+    rng = np.random.default_rng([vocab, rows])
+    checked = CheckedTable(backend_device, vocab, 20, eos_token_ids=[vocab // 2])
+    slots = admit_random(checked, rng, rows)
+    run_random_steps(checked, rng, slots, 4, extremes=0.2 if vocab < 200 else 0.0)
+    if rows:
+        # At V = 32000 a twentieth of the mass lies in tokens narrower than the tolerance.
+        checked.tally.check(ambiguous=0.2 if vocab < 200 else 0.5)
+    else:
+        assert checked.tally.rows == 0
+
+
+@pytest.mark.parametrize("vocab", [128256, 151936], ids=lambda v: f"V{v}")
+def test_large_vocabularies_equal_the_reference(backend_device: BackendDevice, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    checked = CheckedTable(backend_device, vocab, 4)
+    slots = admit_random(checked, rng, 3)
+    run_random_steps(
+        checked, rng, slots, 3, dtype=torch.bfloat16, placement="padded", kinds=("zipf", "nan")
+    )
+    checked.tally.check(ambiguous=0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_row_under_many_parameters(backend_device: BackendDevice, kind: str) -> None:
+    rng = np.random.default_rng(KINDS.index(kind))
+    checked = CheckedTable(backend_device, 37, 64, eos_token_ids=[0, 36])
+    slots = admit_random(checked, rng, 60, rate=0.4)
+    run_random_steps(checked, rng, slots, 3, kinds=(kind,))
+    # Subnormal logits differ by less than float64 tells apart in a probability: typical_p and the
+    # cutoffs then rank what is equal but for rounding.
+    limits = {"ambiguous": 0.3, "differences": 0.15} if kind == "subnormal" else {}
+    checked.tally.check(**limits)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_memory_layouts(
+    backend_device: BackendDevice, dtype: str, placement: str
+) -> None:
+    rng = np.random.default_rng(11)
+    checked = CheckedTable(backend_device, 111, 8)
+    slots = admit_random(checked, rng, 5)
+    run_random_steps(checked, rng, slots, 3, dtype=DTYPES[dtype], placement=placement, kinds=KINDS)
+    checked.tally.check()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_layout_changes_no_bit(backend_device: BackendDevice, placement: str) -> None:
+    """The packed record, bit for bit, against that of the plain copy of the same logits."""
+    values = random_rows(np.random.default_rng(3), 7, 1000, BENIGN_KINDS)
+    records = []
+    for name in ("contiguous", placement):
+        rng = np.random.default_rng(5)
+        checked = CheckedTable(backend_device, 1000, 7)
+        admit_random(checked, rng, 7)
+        logits = place(values, backend_device.device, torch.bfloat16, name).logits
+        records.append(checked.step(logits, range(7)).record)
+    assert torch.equal(*records)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 33, 200], ids=lambda v: f"V{v}")
+def test_state_advances_over_many_steps(backend_device: BackendDevice, vocab: int) -> None:
+    """Each step's history is what the steps before it drew, requests coming and going meanwhile."""
+    rng = np.random.default_rng(vocab)
+    checked = CheckedTable(backend_device, vocab, 9, eos_token_ids=[0])
+    for round_number in range(6):
+        for slot, request in list(checked.requests.items()):
+            if request.finish or rng.random() < 0.2:
+                checked.release(slot)
+            elif rng.random() < 0.3:
+                params = random_params(rng, vocab, request.output)
+                checked.update(slot, backend_device.supported(params))
+        free = [s for s in range(9) if s not in checked.requests]
+        for slot in free[:4]:
+            prompt = [int(i) for i in rng.integers(0, vocab, 4)]
+            params = backend_device.supported(random_params(rng, vocab))
+            checked.admit(replace(params, max_tokens=None), prompt, slot=slot)
+        steps = 1 + round_number % 3
+        run_random_steps(checked, rng, list(checked.requests), steps, kinds=BENIGN_KINDS)
+    assert max(len(r.output) for r in checked.requests.values()) > 3
+    checked.tally.check()
+
+
+def graphed(width: int) -> Any:
+    def make(table: RequestTable, backend: str) -> GraphedSampler:
+        return GraphedSampler(table, (1, 4, 16), torch.bfloat16, width, backend)
+
+    return make
+
+
+def test_graphed_sampler_equals_the_reference(backend_device: BackendDevice) -> None:
+    """The same steps through the buckets: replayed on a GPU, eager on the CPU."""
+    rng = np.random.default_rng(8)
+    checked = CheckedTable(
+        backend_device, 111, 12, sampler=graphed(116), eos_token_ids=[3, 4], max_logprobs=5
+    )
+    slots = admit_random(checked, rng, 12)
+    for count in (1, 2, 4, 5, 12, 0, 3):
+        run_random_steps(checked, rng, slots[:count], 3, dtype=torch.bfloat16, placement="padded")
+    checked.tally.check()
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
+@pytest.mark.parametrize("device_inputs", [False, True], ids=["cpu-inputs", "device-inputs"])
+def test_bitmask_wider_than_needed_and_strided(
+    backend_device: BackendDevice, device_inputs: bool, eager: bool
+) -> None:
+    """xgrammar sizes its masks for the padded vocabulary, and engines slice them."""
+    rng = np.random.default_rng(2)
+    vocab, rows = 70, 4
+    checked = CheckedTable(
+        backend_device, vocab, rows, sampler=Sampler if eager else graphed(vocab)
+    )
+    slots = admit_random(checked, rng, rows)
+    wide = torch.full((2 * rows, 9), -1, dtype=torch.int32)
+    mask = wide[::2, 2:7]
+    mask[:, :3] = random_bitmask(rng, rows, vocab)
+    logits = place(random_rows(rng, rows, vocab, BENIGN_KINDS), backend_device.device).logits
+    logits = logits.to(torch.bfloat16)
+    if device_inputs:
+        mask = wide.to(backend_device.device)[::2, 2:7]
+    host = checked.step(logits, slots, bitmask=mask, device_inputs=device_inputs)
+    bits = np.unpackbits(mask.cpu().contiguous().numpy().view(np.uint8), axis=1, bitorder="little")
+    for row, token in enumerate(host.token_ids.tolist()):
+        assert bits[row, token] or host.flags[row] & RowFlags.EMPTY
+    checked.tally.check()
+
+
+def test_device_slots_that_hold_nothing_are_padding(backend_device: BackendDevice) -> None:
+    """Slots that the op gets are not checked: one released, never used or -1 writes nothing."""
+    checked = CheckedTable(backend_device, 40, 6, sampler=UncheckedSampler)
+    for slot in range(4):
+        checked.admit(SamplingParams(seed=slot, logprobs=1), [1, 2], slot=slot)
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(backend_device.device)
+    checked.step(logits[:4], [0, 1, 2, 3], device_inputs=True)
+    checked.release(2)
+    checked.step(logits, [3, 2, 5, -1, 0], device_inputs=True)
+    checked.check_state()
+    assert len(checked.requests[1].output) == 1
+    assert checked.tally.rows == 6
+
+
+class UncheckedSampler:
+    """The op by itself, as in a graph of the user's own. On the CPU samplers check all slots."""
+
+    def __init__(self, table: RequestTable, backend: str) -> None:
+        self.table, self.backend = table, backend
+        self._output = new_output(table, table.max_requests)
+        self._scratch = new_scratch(table, backend, table.max_requests)
+
+    def __call__(self, logits: torch.Tensor, slots: torch.Tensor, **given: Any) -> StepOutput:
+        table = self.table
+        table.upload()
+        torch.ops.graphed_sampling.sample_step(
+            logits,
+            slots,
+            table.params,
+            table.state,
+            table.tables,
+            self._output.record,
+            self._scratch,
+            table.layout.to_ints(),
+            self.backend,
+            **given,
+        )
+        return StepOutput(self._output.record[: len(slots)], table.layout)
+
+
+def test_no_rows_is_no_operation(backend_device: BackendDevice) -> None:
+    checked = CheckedTable(backend_device, 40, 3)
+    checked.admit(SamplingParams(seed=1), [7])
+    for width in (40, 48):
+        host = checked.step(torch.zeros(0, width, device=backend_device.device), [])
+        assert host.token_ids.shape == (0,) and host.top_token_ids.shape == (0, 20)
+    checked.check_state()
+
+
+# Every class of filter by the words themselves.
+
+
+def row_of(vocab: int) -> np.ndarray:
+    """A row whose probabilities all are far above 2^-20, with ties."""
+    rng = np.random.default_rng(vocab)
+    return (np.round(rng.normal(0, 1.5, vocab) * 4) / 4).astype(np.float32)
+
+
+def with_entries(vocab: int, value: float) -> np.ndarray:
+    row = row_of(vocab)
+    row[vocab // 3 :: 4] = value
+    return row
+
+
+def filter_cases(vocab: int) -> dict[str, Case]:
+    """One case for each filter and each stage before them, by name."""
+    row = row_of(vocab)
+    mask = np.full(-(-vocab // 32), 0x5A5A5A5A, np.int32)
+    half = tuple(range(0, vocab, 2))
+
+    def case(logits: np.ndarray = row, **params: Any) -> Case:
+        return Case(logits, SamplingParams(**params))
+
+    return {
+        "none": case(),
+        "temperature": case(temperature=1.7),
+        "top_k": case(top_k=max(1, vocab // 2)),
+        "top_p": case(top_p=0.8),
+        "min_p": case(min_p=0.15),
+        "top_k-top_p": case(top_k=max(1, vocab // 2), top_p=0.8, temperature=0.9),
+        "top_n_sigma": case(top_n_sigma=1.0),
+        "typical": case(typical_p=0.7),
+        "epsilon": case(epsilon_cutoff=0.02),
+        "eta": case(eta_cutoff=0.3),
+        "penalties": Case(
+            row,
+            SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.6),
+            prompt=half,
+            output=(0, vocab - 1, 0),
+        ),
+        "bias": case(logit_bias={0: 1.25, vocab // 2: -INF if vocab > 1 else 0.5, vocab - 1: -2}),
+        "allowed": case(allowed_token_ids=half),
+        "bitmask": Case(row, bitmask=mask),
+        "plus-inf": case(with_entries(vocab, INF), temperature=0.5),
+        "nan": case(with_entries(vocab, NAN)),
+        "minus-inf": case(with_entries(vocab, -INF)),
+    }
+
+
+FILTERS = tuple(filter_cases(2))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 13, 100], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("name", FILTERS)
+def test_extreme_words_draw_first_and_last_survivor(
+    backend_device: BackendDevice, name: str, vocab: int
+) -> None:
+    check_extreme_words(backend_device, filter_cases(vocab)[name])
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_equally_spaced_words_give_the_probabilities_V13(
+    backend_device: BackendDevice, name: str
+) -> None:
+    check_spaced_words(backend_device, filter_cases(13)[name])
+
+
+@pytest.mark.parametrize("name", ["none", "top_k-top_p", "typical", "penalties", "bitmask"])
+def test_equally_spaced_words_give_the_probabilities_V100(
+    backend_device: BackendDevice, name: str
+) -> None:
+    check_spaced_words(backend_device, filter_cases(100)[name])
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_cases_do_what_their_names_say(name: str) -> None:
+    """Each case changes the distribution; else the tests above would say nothing of its filter."""
+    pair = BackendDevice("torch", torch.device("cpu"))
+    cases = filter_cases(100)
+    if name == "none":
+        assert cases[name].expected(pair).num_kept == 0
+    else:
+        plain = cases["none"].probabilities(pair)
+        assert float((cases[name].probabilities(pair) - plain).abs().sum()) > 0.05
