@@ -14,7 +14,7 @@ from torch import Tensor
 from graphed_sampling import backends, ops
 from graphed_sampling.params import as_int
 from graphed_sampling.sampler import StepInputs, StepOutput, new_output, new_scratch
-from graphed_sampling.table import RequestTable, _device_guard
+from graphed_sampling.table import RequestTable, device_guard
 
 _WARM_UP_STEPS: Final = 2
 
@@ -86,7 +86,7 @@ class GraphedSampler:
 
         rows = self.row_buckets[-1]
         start, bytes_before = time.perf_counter(), self._device_bytes()
-        with _device_guard(self.device), torch.inference_mode(False):
+        with device_guard(self.device), torch.inference_mode(False):
             self._logits = torch.zeros(
                 rows, self.logits_width, dtype=logits_dtype, device=self.device
             )
@@ -135,7 +135,7 @@ class GraphedSampler:
             )
         bucket = self._bucket_of(n)
         if self._uses_graphs:
-            with _device_guard(self.device):
+            with device_guard(self.device):
                 self._replay(logits, slots, grammar_bitmask, words, bucket)
         else:
             self.table.upload()

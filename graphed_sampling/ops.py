@@ -46,11 +46,6 @@ _LIBRARY.define(
 )
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def _last_dimension_is_contiguous(matrix: Tensor) -> bool:
     # Strides of dimensions with at most one element mean nothing.
     return matrix.stride(1) == 1 or matrix.shape[1] == 1 or matrix.shape[0] == 0
@@ -58,48 +53,51 @@ def _last_dimension_is_contiguous(matrix: Tensor) -> bool:
 
 def check_logits(logits: Tensor, vocab_size: int) -> None:
     """ValueError unless logits are [n, >= vocab_size], of a known dtype, last stride 1."""
-    _require(
-        logits.dim() == 2 and logits.shape[1] >= vocab_size,
-        f"logits have shape {tuple(logits.shape)}: they must be [n, >= {vocab_size}]",
-    )
-    _require(
-        logits.dtype in LOGITS_DTYPES,
-        f"logits have dtype {logits.dtype}: it must be one of "
-        f"{', '.join(str(d) for d in LOGITS_DTYPES)}",
-    )
-    _require(
-        _last_dimension_is_contiguous(logits),
-        f"logits have strides {logits.stride()}: the last dimension must be contiguous",
-    )
+    if not (logits.dim() == 2 and logits.shape[1] >= vocab_size):
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)}: they must be [n, >= {vocab_size}]"
+        )
+    if logits.dtype not in LOGITS_DTYPES:
+        raise ValueError(
+            f"logits have dtype {logits.dtype}: it must be one of "
+            f"{', '.join(str(d) for d in LOGITS_DTYPES)}"
+        )
+    if not _last_dimension_is_contiguous(logits):
+        raise ValueError(
+            f"logits have strides {logits.stride()}: the last dimension must be contiguous"
+        )
 
 
 def check_vector(
     name: str, tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """ValueError unless tensor is [rows] of the dtype, on the device where one is named."""
-    _require(
-        tensor.shape == (rows,) and tensor.dtype == dtype,
-        f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} [{rows}]",
-    )
+    if not (tensor.shape == (rows,) and tensor.dtype == dtype):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} [{rows}]"
+        )
     if device is not None:
         _check_device(name, tensor, device)
 
 
 def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
     """ValueError unless bitmask is int32 [rows, >= bitmap_words], last stride 1."""
-    _require(
+    if not (
         bitmask.dim() == 2
         and bitmask.shape[0] == rows
         and bitmask.shape[1] >= bitmap_words
         and bitmask.dtype == torch.int32
-        and _last_dimension_is_contiguous(bitmask),
-        f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
-        f"[{rows}, >= {bitmap_words}] with a contiguous last dimension",
-    )
+        and _last_dimension_is_contiguous(bitmask)
+    ):
+        raise ValueError(
+            f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
+            f"[{rows}, >= {bitmap_words}] with a contiguous last dimension"
+        )
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    _require(tensor.device == device, f"{name} is on {tensor.device}: it must be on {device}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: it must be on {device}")
 
 
 def _sample_step(
@@ -126,21 +124,23 @@ def _sample_step(
         ("state", state, (sizes.rows, sizes.state_words)),
         ("tables", tables, (sizes.tables_words,)),
     ):
-        _require(
-            tensor.shape == shape and tensor.dtype == torch.int32 and tensor.is_contiguous(),
-            f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
-            f"{list(shape)}",
-        )
+        if not (tensor.shape == shape and tensor.dtype == torch.int32 and tensor.is_contiguous()):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
+                f"{list(shape)}"
+            )
         _check_device(name, tensor, device)
-    _require(
+    if not (
         output.dim() == 2
         and output.shape[0] >= rows
         and output.shape[1] == sizes.output_words
         and output.dtype == torch.int32
-        and output.is_contiguous(),
-        f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
-        f"[>= {rows}, {sizes.output_words}]",
-    )
+        and output.is_contiguous()
+    ):
+        raise ValueError(
+            f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
+            f"[>= {rows}, {sizes.output_words}]"
+        )
     _check_device("output", output, device)
     if grammar_bitmask is not None:
         check_bitmask(grammar_bitmask, rows, sizes.bitmap_words)
@@ -151,10 +151,11 @@ def _sample_step(
         check_vector("given", given, 2, torch.int32, device)
     module = backends.module(backends.resolve(backend, device))
     needed = module.scratch_words(sizes, rows)
-    _require(
-        scratch.dim() == 1 and scratch.dtype == torch.int32 and scratch.numel() >= needed,
-        f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be torch.int32 [>= {needed}]",
-    )
+    if not (scratch.dim() == 1 and scratch.dtype == torch.int32 and scratch.numel() >= needed):
+        raise ValueError(
+            f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be torch.int32 "
+            f"[>= {needed}]"
+        )
     if rows == 0:
         return
     with torch.no_grad():
@@ -184,14 +185,15 @@ def _check_sample(
     vocab_size: int,
 ) -> int:
     """Check the arguments of `sample`; returns the vocabulary size."""
-    _require(logits.dim() == 2, f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
+    if logits.dim() != 2:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
     width = logits.shape[1]
     size = width if vocab_size == -1 else vocab_size
-    _require(
-        1 <= size <= min(width, MAX_VOCAB_SIZE),
-        f"vocab_size = {vocab_size} is not accepted: it must be -1 (all of the logits' columns) "
-        f"or in [1, {min(width, MAX_VOCAB_SIZE)}]",
-    )
+    if not (1 <= size <= min(width, MAX_VOCAB_SIZE)):
+        raise ValueError(
+            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all columns of the logits) "
+            f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
+        )
     check_logits(logits, size)
     rows, device = logits.shape[0], logits.device
     for name, tensor, dtype in (

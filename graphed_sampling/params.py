@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Final, Literal, NoReturn, cast
 
 import numpy as np
@@ -19,6 +21,7 @@ GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below this (compared in fp32) take the argmax."""
 
 _INT32_MAX: Final = 2**31 - 1
+_FP32: Final = struct.Struct("f")
 
 
 class UnsupportedFeatureError(ValueError):
@@ -57,8 +60,10 @@ def as_int(name: str, value: object, accepted: str) -> int:
 
 def fp32(value: float) -> float:
     """What fp32 stores of `value` (overflow gives inf)."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
+    try:
+        return float(_FP32.unpack(_FP32.pack(value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _as_float(name: str, value: object, accepted: str) -> float:
@@ -193,6 +198,10 @@ class SamplingParams:
 
     def features(self) -> frozenset[str]:
         """Names of the fields that are on: what a backend must support to serve the request."""
+        return self._features
+
+    @cached_property
+    def _features(self) -> frozenset[str]:
         return frozenset(
             f.name
             for f in fields(self)

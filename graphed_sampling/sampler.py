@@ -12,7 +12,7 @@ from torch import Tensor
 from graphed_sampling import backends, ops
 from graphed_sampling.layout import Output, TableLayout
 from graphed_sampling.staging import PinnedRing, StagingStats
-from graphed_sampling.table import RequestTable, _device_guard
+from graphed_sampling.table import RequestTable, device_guard
 
 _RING_DEPTH: Final = 4
 
@@ -101,7 +101,7 @@ class StepInputs:
     """The small inputs of a step, checked and brought to the device: slots, bitmask, words.
 
     CPU tensors are checked by value and uploaded through pinned rings; device tensors are taken as
-    they are.
+    they are. Slots that are the same as in the step before are neither checked nor uploaded again.
     """
 
     def __init__(self, table: RequestTable, rows: int) -> None:
@@ -114,30 +114,33 @@ class StepInputs:
             self.words = torch.zeros(rows, dtype=torch.int64, device=device)
             self.grammar_bitmask = torch.full((rows, words), -1, dtype=torch.int32, device=device)
         self._rings: dict[str, PinnedRing] = {}
+        self._checked_slots = b""
+        self._checked_tenancy = -1
+        self._uploaded_slots: tuple[bytes, int] | None = None
 
     def check(
         self, logits: Tensor, slots: Tensor, grammar_bitmask: Tensor | None, words: Tensor | None
     ) -> None:
         """ValueError for whatever a step would not accept, before anything is enqueued."""
-        table, device = self.table, self.table.device
+        table = self.table
         ops.check_logits(logits, table.vocab_size)
-        if logits.device != device:
-            raise ValueError(f"logits are on {logits.device}: the table is on {device}")
+        if logits.device != table.device:
+            raise ValueError(f"logits are on {logits.device}: the table is on {table.device}")
         rows = logits.shape[0]
         ops.check_vector("slots", slots, rows, torch.int32)
+        self._check_place("slots", slots)
         if grammar_bitmask is not None:
             ops.check_bitmask(grammar_bitmask, rows, table.layout.bitmap_words)
+            self._check_place("grammar_bitmask", grammar_bitmask)
         if words is not None:
             ops.check_vector("words", words, rows, torch.int64)
-        for name, tensor in (
-            ("slots", slots),
-            ("grammar_bitmask", grammar_bitmask),
-            ("words", words),
-        ):
-            if tensor is not None and tensor.device != device and tensor.device.type != "cpu":
-                raise ValueError(f"{name} is on {tensor.device}: it must be on {device} or the CPU")
+            self._check_place("words", words)
         if slots.device.type == "cpu":
-            table.check_slots(slots.numpy())
+            array = slots.numpy()
+            tenancy, content = table.tenancy, array.tobytes()
+            if tenancy != self._checked_tenancy or content != self._checked_slots:
+                table.check_slots(array)
+                self._checked_tenancy, self._checked_slots = tenancy, content
 
     def set_slots(self, slots: Tensor, rows: int) -> None:
         """Bring slots to the first rows of `self.slots`; the rest, up to `rows`, is padding."""
@@ -146,26 +149,36 @@ class StepInputs:
             self.slots[:count].copy_(slots)
             if rows > count:
                 self.slots[count:rows].fill_(-1)
+            self._uploaded_slots = None
             return
-        padded = np.full(rows, -1, np.int32)
-        padded[:count] = slots.numpy()
-        self._ring("slots", self.rows).upload(padded, self.slots)
+        content = slots.numpy().tobytes()
+        if self._uploaded_slots != (content, rows):
+            padded = np.full(rows, -1, np.int32)
+            padded[:count] = slots.numpy()
+            self._ring("slots", self.rows).upload(padded, self.slots[:rows])
+            self._uploaded_slots = (content, rows)
 
     def set_words(self, words: Tensor) -> None:
-        count = words.shape[0]
+        target = self.words[: words.shape[0]]
         if words.device == self.words.device:
-            self.words[:count].copy_(words)
+            target.copy_(words)
         else:
             source = np.ascontiguousarray(words.numpy()).view(np.int32)
-            self._ring("words", 2 * self.rows).upload(source, self.words.view(torch.int32))
+            self._ring("words", 2 * self.rows).upload(source, target.view(torch.int32))
 
     def set_grammar_bitmask(self, bitmask: Tensor) -> None:
-        count, words = bitmask.shape[0], self.grammar_bitmask.shape[1]
+        target = self.grammar_bitmask[: bitmask.shape[0]]
+        bitmask = bitmask[:, : target.shape[1]]
         if bitmask.device == self.grammar_bitmask.device:
-            self.grammar_bitmask[:count].copy_(bitmask[:, :words])
+            target.copy_(bitmask)
         else:
-            source = np.ascontiguousarray(bitmask[:, :words].numpy())
-            self._ring("grammar_bitmask", words * self.rows).upload(source, self.grammar_bitmask)
+            ring = self._ring("grammar_bitmask", self.grammar_bitmask.numel())
+            ring.upload(np.ascontiguousarray(bitmask.numpy()).reshape(-1), target.view(-1))
+
+    def _check_place(self, name: str, tensor: Tensor) -> None:
+        device = tensor.device
+        if device.type != "cpu" and device != self.table.device:
+            raise ValueError(f"{name} is on {device}: it must be on {self.table.device} or the CPU")
 
     def _ring(self, name: str, words: int) -> PinnedRing:
         ring = self._rings.get(name)
@@ -214,7 +227,7 @@ class Sampler:
         if rows > self._inputs.rows:
             self._reserve(rows)
         inputs = self._inputs
-        with _device_guard(self.table.device):
+        with device_guard(self.table.device):
             self.table.upload()
             if slots.device != logits.device:
                 inputs.set_slots(slots, rows)

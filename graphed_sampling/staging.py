@@ -12,6 +12,7 @@ Segments follow each other in the payload without gaps, and no two of a packet o
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -37,11 +38,13 @@ class Target(IntEnum):
 
 @dataclass(frozen=True)
 class Segments:
-    """Writes to come: int64 targets, offsets and lengths, one each a segment, and their payload."""
+    """Writes to come.
 
-    targets: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    descriptors: int64 [k, 2], each the four words of a descriptor but for the payload's start.
+    payload: the segments' words, one after the other.
+    """
+
+    descriptors: npt.NDArray[np.int64]
     payload: Words
 
     @classmethod
@@ -49,49 +52,55 @@ class Segments:
         """One contiguous write, cut where it is too long for one segment."""
         starts = np.arange(0, len(payload), _MAX_SEGMENT_WORDS, dtype=np.int64)
         lengths = np.minimum(len(payload) - starts, _MAX_SEGMENT_WORDS)
-        return cls(np.full(len(starts), target, np.int64), offset + starts, lengths, payload)
+        return cls._describe(target, offset + starts, lengths, payload)
 
     @classmethod
     def single_words(
         cls, target: Target, offsets: npt.NDArray[np.int64], values: Words
     ) -> Segments:
         """Scattered writes of one word each; the offsets differ."""
-        count = len(offsets)
-        return cls(np.full(count, target, np.int64), offsets, np.ones(count, np.int64), values)
+        return cls._describe(target, offsets, np.ones(len(offsets), np.int64), values)
+
+    @classmethod
+    def _describe(
+        cls,
+        target: Target,
+        offsets: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        payload: Words,
+    ) -> Segments:
+        descriptors = np.empty((len(offsets), 2), np.int64)
+        descriptors[:, 0] = (lengths << 32) | int(target)
+        descriptors[:, 1] = offsets
+        return cls(descriptors, payload)
 
     @classmethod
     def join(cls, parts: list[Segments]) -> Segments:
+        if len(parts) == 1:
+            return parts[0]
         return cls(
-            np.concatenate([p.targets for p in parts]),
-            np.concatenate([p.offsets for p in parts]),
-            np.concatenate([p.lengths for p in parts]),
+            np.concatenate([p.descriptors for p in parts]),
             np.concatenate([p.payload for p in parts]),
         )
 
-    def write_packet(self, first: int, last: int, packet: Words) -> tuple[int, int]:
-        """Write segments first..last-1 into `packet`; returns the numbers of segments and words."""
-        ends = np.cumsum(self.lengths)
-        begin = int(ends[first] - self.lengths[first])
-        end = int(ends[last - 1])
-        count, words = last - first, end - begin
-        descriptors = packet[: count * DESCRIPTOR_WORDS].reshape(count, DESCRIPTOR_WORDS)
-        starts = ends[first:last] - self.lengths[first:last] - begin
-        descriptors[:, 0] = self.targets[first:last] | (starts << 2)
-        descriptors[:, 1] = self.lengths[first:last]
-        descriptors[:, 2:4] = self.offsets[first:last].view(np.int32).reshape(count, 2)
-        packet[count * DESCRIPTOR_WORDS :][:words] = self.payload[begin:end]
-        return count, words
-
-    def pieces(self, capacity: int) -> list[tuple[int, int]]:
-        """Ranges of segments whose packets have at most `capacity` words each."""
-        ends = np.cumsum(self.lengths + DESCRIPTOR_WORDS)
-        pieces: list[tuple[int, int]] = []
-        first, sent = 0, 0
+    def packets(self, capacity: int) -> Iterator[tuple[npt.NDArray[np.int64], Words]]:
+        """Descriptors and payload of packets of at most `capacity` words each."""
+        lengths = self.descriptors[:, 0] >> 32
+        ends = np.cumsum(lengths)
+        described = self.descriptors.copy()
+        described[:, 0] += (ends - lengths) << 2
+        if DESCRIPTOR_WORDS * len(ends) + len(self.payload) <= capacity:
+            yield described, self.payload
+            return
+        sizes = np.cumsum(lengths + DESCRIPTOR_WORDS)
+        first, sent, begin = 0, 0, 0
         while first < len(ends):
-            last = int(np.searchsorted(ends, sent + capacity, side="right"))
-            pieces.append((first, last))
-            first, sent = last, int(ends[last - 1])
-        return pieces
+            last = int(np.searchsorted(sizes, sent + capacity, side="right"))
+            end = int(ends[last - 1])
+            packet = described[first:last]
+            packet[:, 0] -= begin << 2
+            yield packet, self.payload[begin:end]
+            first, sent, begin = last, int(sizes[last - 1]), end
 
 
 @dataclass
@@ -105,12 +114,21 @@ class StagingStats:
 
 
 class _Entry:
-    """One pinned buffer of a ring, and the event behind the last copy from it."""
+    """One pinned buffer of a ring, and the event behind the last copy from it.
 
-    def __init__(self, words: int, pinned: bool) -> None:
-        self.host = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    mirror: where its words go on the device, for a ring that has such; else None.
+    """
+
+    def __init__(self, words: int, device: torch.device, mirrored: bool) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self.numpy: Words = self.host.numpy()
-        self.event = torch.cuda.Event() if pinned else None
+        self.mirror = (
+            torch.empty(words, dtype=torch.int32, device=device)
+            if mirrored and device.type != "cpu"
+            else None
+        )
+        self.event = torch.cuda.Event() if on_gpu else None
         self.in_flight = False
 
 
@@ -121,10 +139,18 @@ class PinnedRing:
     for the oldest one, and `stats` counts it.
     """
 
-    def __init__(self, device: torch.device, words: int, depth: int, stats: StagingStats) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        words: int,
+        depth: int,
+        stats: StagingStats,
+        *,
+        mirrored: bool = False,
+    ) -> None:
         self.words = words
         self._stats = stats
-        self._entries = [_Entry(words, device.type == "cuda") for _ in range(depth)]
+        self._entries = [_Entry(words, device, mirrored) for _ in range(depth)]
         self._next = 0
 
     def acquire(self) -> _Entry:
@@ -138,7 +164,7 @@ class PinnedRing:
         return entry
 
     def release(self, entry: _Entry, words: int) -> None:
-        """The copy out of `entry` has been enqueued on the current stream."""
+        """What reads `words` words of `entry` has been enqueued on the current stream."""
         self._stats.copies += 1
         self._stats.bytes += 4 * words
         if entry.event is not None:
@@ -146,11 +172,11 @@ class PinnedRing:
             entry.in_flight = True
 
     def upload(self, source: Words, destination: torch.Tensor) -> None:
-        """Copy `source` (contiguous) to the first words of `destination` (int32, contiguous)."""
+        """Copy `source` (1-D) to `destination` (int32, contiguous, 1-D, of the same length)."""
         entry = self.acquire()
-        words = source.size
-        entry.numpy[:words] = source.reshape(-1)
-        destination.view(-1)[:words].copy_(entry.host[:words], non_blocking=True)
+        words = len(source)
+        entry.numpy[:words] = source
+        destination.copy_(entry.host[:words], non_blocking=True)
         self.release(entry, words)
 
 
@@ -159,17 +185,7 @@ class Uploader:
 
     def __init__(self, device: torch.device, *, entry_words: int = 2**16, depth: int = 4) -> None:
         self.stats = StagingStats()
-        self._ring = PinnedRing(device, entry_words, depth, self.stats)
-        # Where the scatter reads on the device: one buffer an entry, so that the event behind an
-        # entry covers both.
-        self._device_buffers = (
-            {
-                id(entry): torch.empty(entry_words, dtype=torch.int32, device=device)
-                for entry in self._ring._entries
-            }
-            if device.type != "cpu"
-            else {}
-        )
+        self._ring = PinnedRing(device, entry_words, depth, self.stats, mirrored=True)
 
     def send(
         self,
@@ -179,13 +195,17 @@ class Uploader:
         tables: torch.Tensor,
     ) -> None:
         """Enqueue the writes on the current stream."""
-        for first, last in segments.pieces(self._ring.words):
+        for descriptors, payload in segments.packets(self._ring.words):
             entry = self._ring.acquire()
-            count, words = segments.write_packet(first, last, entry.numpy)
+            header = DESCRIPTOR_WORDS * len(descriptors)
+            used = header + len(payload)
+            entry.numpy[:header] = descriptors.view(np.int32).reshape(-1)
+            entry.numpy[header:used] = payload
             packet = entry.host
-            used = count * DESCRIPTOR_WORDS + words
-            if self._device_buffers:
-                packet = self._device_buffers[id(entry)]
+            if entry.mirror is not None:
+                packet = entry.mirror
                 packet[:used].copy_(entry.host[:used], non_blocking=True)
-            torch.ops.graphed_sampling.scatter_segments(params, state, tables, packet, count, words)
+            torch.ops.graphed_sampling.scatter_segments(
+                params, state, tables, packet, len(descriptors), len(payload)
+            )
             self._ring.release(entry, used)

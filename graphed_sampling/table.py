@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import math
 import os
 import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,30 +19,24 @@ from graphed_sampling import philox
 from graphed_sampling.layout import (
     HEADER_WORDS,
     MAX_VOCAB_SIZE,
-    FinishReason,
-    Param,
-    ParamFlags,
     State,
     TableLayout,
 )
-from graphed_sampling.params import SamplingParams, UnsupportedFeatureError, as_int, fp32
-from graphed_sampling.staging import Segments, StagingStats, Target, Uploader, Words
+from graphed_sampling.packing import (
+    NEUTRAL_HEADER,
+    PENALTIES,
+    active_features,
+    pack_params,
+    pack_state,
+    pack_vacancy,
+)
+from graphed_sampling.params import SamplingParams, UnsupportedFeatureError, as_int
+from graphed_sampling.staging import Segments, StagingStats, Uploader
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-_FILTERS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "top_n_sigma",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
-# Fields that change nothing of a greedy request.
-_NOT_GREEDY = frozenset(_FILTERS)
+_NO_GUARD: AbstractContextManager[object] = nullcontext()
 
 
 class TableFullError(RuntimeError):
@@ -127,6 +121,8 @@ class RequestTable:
 
         self._requests: list[AdmittedRequest | None] = [None] * max_requests
         self._admitted = np.zeros(max_requests, np.bool_)
+        self.tenancy = 0
+        """How often a slot was taken or given back: unchanged, the same slots are admitted."""
         self._generations = [0] * max_requests
         self._free = list(range(max_requests))  # a heap; entries taken by name are skipped
         self._refusals: dict[int, tuple[str, frozenset[str]]] = {}
@@ -137,7 +133,7 @@ class RequestTable:
         rows = self.layout.rows
         with torch.inference_mode(False), torch.device(self.device):
             self.params = torch.zeros(rows, self.layout.params_words, dtype=torch.int32)
-            self.params[:, :HEADER_WORDS] = torch.from_numpy(_neutral_header())
+            self.params[:, :HEADER_WORDS] = torch.from_numpy(NEUTRAL_HEADER.copy())
             self.state = torch.zeros(rows, self.layout.state_words, dtype=torch.int32)
             self.tables = torch.zeros(self.layout.tables_words, dtype=torch.int32)
             long = self.state.view(torch.int64)
@@ -145,7 +141,7 @@ class RequestTable:
             """int64 [max_requests]: index, in each request's sequence, of its next token."""
             self.last_token_ids = long[:max_requests, State.LAST_TOKEN // 2]
             """int64 [max_requests]: each request's last token, -1 where there is none."""
-            with _device_guard(self.device):
+            with device_guard(self.device):
                 self._uploader = Uploader(self.device)
 
     @property
@@ -228,12 +224,13 @@ class RequestTable:
             slot = self._take_slot(slot)
             generation = self._generations[slot] % (2**31 - 1) + 1
             request = AdmittedRequest(params, self._new_seed(params), generation, len(output))
-            state = self._state_segments(slot, request, prompt, output, prompt_length)
-            self._dirty_params[slot] = self._params_segments(slot, request)
+            state = pack_state(self.layout, slot, generation, prompt, output, prompt_length)
+            self._dirty_params[slot] = self._pack_params(slot, request)
             self._dirty_state[slot] = state
             self._generations[slot] = generation
             self._requests[slot] = request
             self._admitted[slot] = True
+            self.tenancy += 1
         return slot
 
     def update(self, slot: int, params: SamplingParams) -> None:
@@ -249,7 +246,7 @@ class RequestTable:
             self._check_supported(params)
             seed = old.seed if params.seed is None else params.seed & _MASK64
             request = AdmittedRequest(params, seed, old.generation, old.num_output_tokens)
-            self._dirty_params[slot] = self._params_segments(slot, request)
+            self._dirty_params[slot] = self._pack_params(slot, request)
             self._requests[slot] = request
 
     def release(self, slot: int) -> None:
@@ -260,11 +257,10 @@ class RequestTable:
         self._check_process()
         with self._lock:
             self._request(slot)
-            self._dirty_params[slot] = Segments.run(
-                Target.PARAMS, slot * self.layout.params_words, _neutral_header()
-            )
+            self._dirty_params[slot] = pack_vacancy(self.layout, slot)
             self._requests[slot] = None
             self._admitted[slot] = False
+            self.tenancy += 1
             heapq.heappush(self._free, slot)
 
     def upload(self) -> None:
@@ -277,7 +273,7 @@ class RequestTable:
         self._check_process()
         if not self._dirty_params and not self._dirty_state:
             return
-        with self._lock, _device_guard(self.device), torch.inference_mode(False):
+        with self._lock, device_guard(self.device):
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "RequestTable.upload() inside a CUDA graph capture would replay this "
@@ -318,7 +314,7 @@ class RequestTable:
         with self._lock:
             for slot, request in enumerate(self._requests):
                 if request is not None:
-                    _check_refused(request.params, backend, refused, f" (slot {slot})")
+                    self._check_refused(request.params, backend, refused, f" (slot {slot})")
             key = id(owner)
             self._refusals[key] = (backend, refused)
             weakref.finalize(owner, self._refusals.pop, key, None)
@@ -359,9 +355,22 @@ class RequestTable:
         self._num_seeds += 1
         return philox.word(self._seed, self._num_seeds, philox.Stream.ADMISSION_SEED)
 
+    def _pack_params(self, slot: int, request: AdmittedRequest) -> Segments:
+        return pack_params(self.layout, slot, request.params, request.seed, self.eos_token_ids)
+
     def _check_supported(self, params: SamplingParams) -> None:
         for backend, refused in self._refusals.values():
-            _check_refused(params, backend, refused)
+            self._check_refused(params, backend, refused)
+
+    def _check_refused(
+        self, params: SamplingParams, backend: str, refused: frozenset[str], where: str = ""
+    ) -> None:
+        needed = refused & active_features(params, self.vocab_size)
+        if needed:
+            names = ", ".join(f"{name} = {getattr(params, name)!r}" for name in sorted(needed))
+            raise UnsupportedFeatureError(
+                f"the backend {backend!r} does not support {names}{where}"
+            )
 
     def _check_fits(self, params: SamplingParams) -> None:
         layout = self.layout
@@ -388,12 +397,11 @@ class RequestTable:
                     f"at most {layout.max_bad_word_length}"
                 )
         if not layout.penalties:
-            for name in _PENALTIES:
-                if name in params.features():
-                    raise ValueError(
-                        f"{name} = {getattr(params, name)} is not accepted: the table was made "
-                        "with penalties=False"
-                    )
+            for name in PENALTIES & params.features():
+                raise ValueError(
+                    f"{name} = {getattr(params, name)} is not accepted: the table was made "
+                    "with penalties=False"
+                )
         for name, ids in (
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -406,161 +414,17 @@ class RequestTable:
                     f"{name} holds the id {max(ids)}: ids must be in [0, {self.vocab_size})"
                 )
 
-    def _params_segments(self, slot: int, request: AdmittedRequest) -> Segments:
-        """The slot's parameter record: its header, and the used part of each list."""
-        layout, params = self.layout, request.params
-        header = _neutral_header()
-        real, long, double = (header.view(t) for t in (np.float32, np.uint64, np.float64))
-        greedy = params.is_greedy
-        filters = () if greedy else tuple(f for f in _FILTERS if f in params.features())
-        top_k = params.top_k if 0 < params.top_k < layout.vocab_size else 0
-        if "top_k" in filters and not top_k:
-            filters = tuple(f for f in filters if f != "top_k")
-        stop_ids = dict.fromkeys(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= dict.fromkeys(self.eos_token_ids)
 
-        flags = ParamFlags.ADMITTED
-        for flag, condition in (
-            (ParamFlags.GREEDY, greedy),
-            (ParamFlags.FILTERED, bool(filters)),
-            (ParamFlags.LOGPROBS, params.logprobs is not None),
-            (ParamFlags.PROCESSED, params.logprobs_mode == "processed"),
-            (ParamFlags.RANK, params.rank),
-            (ParamFlags.ALLOWED, params.allowed_token_ids is not None),
-            (ParamFlags.PENALTIES, any(p in params.features() for p in _PENALTIES)),
-        ):
-            if condition:
-                flags |= flag
-        header[Param.FLAGS] = flags
-        header[Param.TOP_K] = top_k if "top_k" in filters else 0
-        if not greedy:
-            real[Param.TEMPERATURE] = params.temperature
-        for word, name in (
-            (Param.TOP_P, "top_p"),
-            (Param.MIN_P, "min_p"),
-            (Param.TOP_N_SIGMA, "top_n_sigma"),
-            (Param.TYPICAL_P, "typical_p"),
-            (Param.EPSILON_CUTOFF, "epsilon_cutoff"),
-            (Param.ETA_CUTOFF, "eta_cutoff"),
-        ):
-            if name in filters:
-                real[word] = getattr(params, name)
-        real[Param.REPETITION_PENALTY] = params.repetition_penalty
-        real[Param.FREQUENCY_PENALTY] = params.frequency_penalty
-        real[Param.PRESENCE_PENALTY] = params.presence_penalty
-        header[Param.MIN_TOKENS] = params.min_tokens
-        header[Param.MAX_TOKENS] = params.max_tokens or 0
-        long[Param.SEED // 2] = request.seed
-        if "min_p" in filters and fp32(params.min_p) > 0:
-            double[Param.MIN_P_OFFSET // 2] = fp32(params.temperature) * math.log(
-                fp32(params.min_p)
-            )
-        header[Param.TOP_LOGPROBS] = params.logprobs or 0
-        header[Param.NUM_BIAS] = len(params.logit_bias)
-        header[Param.NUM_STOP] = len(stop_ids)
-        header[Param.NUM_BAD_WORDS] = len(params.bad_words_ids)
-        header[Param.NUM_GIVEN] = len(params.logprob_token_ids)
-
-        bad_words = np.full((len(params.bad_words_ids), layout.max_bad_word_length), -1, np.int32)
-        for row, word_ids in zip(bad_words, params.bad_words_ids, strict=True):
-            row[: len(word_ids)] = word_ids[::-1]
-        record = slot * layout.params_words
-        parts = [Segments.run(Target.PARAMS, record, header)]
-        for start, values in (
-            (layout.bias_ids, np.fromiter(params.logit_bias, np.int32)),
-            (
-                layout.bias_values,
-                np.fromiter(params.logit_bias.values(), np.float32).view(np.int32),
-            ),
-            (layout.stop_ids, np.fromiter(stop_ids, np.int32)),
-            (layout.bad_words, bad_words.reshape(-1)),
-            (layout.given_ids, np.array(params.logprob_token_ids, np.int32)),
-        ):
-            if len(values):
-                parts.append(Segments.run(Target.PARAMS, record + start, values))
-        if params.allowed_token_ids is not None:
-            bits = self._bitmap(np.array(params.allowed_token_ids, np.int64))
-            parts.append(self._bitmap_row(layout.allowed_bits, slot, bits))
-        return Segments.join(parts)
-
-    def _state_segments(
-        self,
-        slot: int,
-        request: AdmittedRequest,
-        prompt: npt.NDArray[np.int64],
-        output: npt.NDArray[np.int64],
-        prompt_length: int,
-    ) -> Segments:
-        layout = self.layout
-        record = np.zeros(layout.state_words, np.int32)
-        long = record.view(np.int64)
-        long[State.POSITION // 2] = prompt_length + len(output)
-        last = output[-1:] if len(output) else prompt[-1:]
-        long[State.LAST_TOKEN // 2] = last[0] if len(last) else -1
-        record[State.NUM_GENERATED] = len(output)
-        record[State.FINISH_REASON] = FinishReason.NONE
-        record[State.GENERATION] = request.generation
-        recent = record[State.RECENT : State.RECENT + layout.recent_tokens]
-        recent[:] = -1
-        newest = output[::-1][: layout.recent_tokens]
-        recent[: len(newest)] = newest
-        parts = [Segments.run(Target.STATE, slot * layout.state_words, record)]
-        if layout.penalties:
-            parts.append(self._bitmap_row(layout.prompt_bits, slot, self._bitmap(prompt)))
-            parts.append(self._bitmap_row(layout.output_bits, slot, self._bitmap(output)))
-            if len(output):
-                ids, counts = np.unique(output, return_counts=True)
-                offsets = layout.counts + slot * layout.vocab_size + ids
-                parts.append(Segments.single_words(Target.TABLES, offsets, counts.astype(np.int32)))
-        return Segments.join(parts)
-
-    def _bitmap(self, ids: npt.NDArray[np.int64]) -> Words:
-        member = np.zeros(32 * self.layout.bitmap_words, np.uint8)
-        member[ids] = 1
-        return np.packbits(member, bitorder="little").view(np.int32)
-
-    def _bitmap_row(self, start: int, slot: int, bits: Words) -> Segments:
-        return Segments.run(Target.TABLES, start + slot * self.layout.bitmap_words, bits)
-
-
-class _device_guard:
-    """Makes `device` current where it is a CUDA device; nothing elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._guard = torch.cuda.device(device) if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._guard is not None:
-            self._guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(*error)
-
-
-def _neutral_header() -> Words:
-    """A parameter record's header with everything off: of a slot that holds no request."""
-    header = np.zeros(HEADER_WORDS, np.int32)
-    for word in (Param.TEMPERATURE, Param.TOP_P, Param.TYPICAL_P, Param.REPETITION_PENALTY):
-        header.view(np.float32)[word] = 1.0
-    return header
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` current where it is a CUDA device that is not; nothing elsewhere."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _NO_GUARD
+    return torch.cuda.device(device)
 
 
 def _check_params(params: object) -> None:
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params is {type(params).__name__}: it must be SamplingParams")
-
-
-def _check_refused(
-    params: SamplingParams, backend: str, refused: frozenset[str], where: str = ""
-) -> None:
-    needed = refused & params.features()
-    if params.is_greedy:
-        needed -= _NOT_GREEDY
-    if needed:
-        names = ", ".join(f"{name} = {getattr(params, name)!r}" for name in sorted(needed))
-        raise UnsupportedFeatureError(f"the backend {backend!r} does not support {names}{where}")
 
 
 def _as_ids(name: str, ids: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
