@@ -1,0 +1,466 @@
+"""`RequestTable`: slots, what is accepted, what reaches the device, and at what cost."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from graphed_sampling import (
+    GraphedSampler,
+    RequestTable,
+    Sampler,
+    SamplingParams,
+    TableFullError,
+    UnsupportedFeatureError,
+    backends,
+)
+from graphed_sampling.layout import HEADER_WORDS, Param, ParamFlags, State
+from graphed_sampling.staging import DESCRIPTOR_WORDS
+
+V = 100
+
+
+def device_params() -> list[object]:
+    gpu = torch.cuda.is_available()
+    marks = [pytest.mark.gpu, pytest.mark.skipif(not gpu, reason="needs a CUDA device")]
+    return ["cpu", pytest.param("cuda", marks=marks)]
+
+
+@pytest.fixture(params=device_params())
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_table(device: str = "cpu", requests: int = 4, **kwargs: object) -> RequestTable:
+    arguments: dict[str, object] = {"eos_token_ids": (2,), "seed": 5, **kwargs}
+    return RequestTable(requests, V, device=device, **arguments)  # type: ignore[arg-type]
+
+
+def bitmap(table: RequestTable, start: int, slot: int) -> set[int]:
+    words = table.layout.bitmap_words
+    row = table.tables[start + slot * words :][:words].cpu().numpy()
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+def counts(table: RequestTable, slot: int) -> list[int]:
+    start = table.layout.counts + slot * V
+    return table.tables[start : start + V].tolist()
+
+
+# Slots.
+
+
+def test_slots_are_given_lowest_first_and_given_back() -> None:
+    table = make_table()
+    assert [table.admit(SamplingParams()) for _ in range(4)] == [0, 1, 2, 3]
+    assert table.num_free_slots == 0
+    with pytest.raises(TableFullError, match="all 4 slots"):
+        table.admit(SamplingParams())
+    table.release(2)
+    table.release(0)
+    assert table.num_free_slots == 2
+    assert [table.admit(SamplingParams()) for _ in range(2)] == [0, 2]
+
+
+def test_engines_may_own_the_slot_numbers() -> None:
+    table = make_table()
+    assert table.admit(SamplingParams(), slot=2) == 2
+    assert [table.admit(SamplingParams()) for _ in range(2)] == [0, 1]
+    for slot in (2, 4, -1):
+        with pytest.raises(ValueError, match=rf"slot = {slot} is not accepted"):
+            table.admit(SamplingParams(), slot=slot)
+    assert table.admit(SamplingParams()) == 3
+
+
+def test_release_takes_only_what_is_admitted() -> None:
+    table = make_table()
+    slot = table.admit(SamplingParams())
+    table.release(slot)
+    for wrong in (slot, 3, 4, -1):
+        with pytest.raises(ValueError, match=f"slot = {wrong}"):
+            table.release(wrong)
+    with pytest.raises(ValueError, match="slot = True"):
+        table.release(True)
+
+
+def test_generations_tell_the_tenants_of_a_slot_apart(device: str) -> None:
+    table = make_table(device)
+    for expected in (1, 2, 3):
+        slot = table.admit(SamplingParams())
+        assert table.request(slot).generation == expected
+        table.upload()
+        assert table.state[slot, State.GENERATION] == expected
+        table.release(slot)
+
+
+# What is accepted.
+
+
+@pytest.mark.parametrize(
+    ("match", "kwargs"),
+    [
+        ("max_requests = 0", {"max_requests": 0}),
+        ("max_requests = 1.5", {"max_requests": 1.5}),
+        ("vocab_size = 0", {"vocab_size": 0}),
+        ("vocab_size = 4194305", {"vocab_size": 2**22 + 1}),
+        ("vocab_size = True", {"vocab_size": True}),
+        ("max_logprobs = -1", {"max_logprobs": -1}),
+        ("max_logit_bias = -1", {"max_logit_bias": -1}),
+        ("max_stop_ids = -1", {"max_stop_ids": -1}),
+        ("max_bad_words = -1", {"max_bad_words": -1}),
+        ("max_bad_word_length = 0", {"max_bad_word_length": 0}),
+        ("max_logprob_ids = -1", {"max_logprob_ids": -1}),
+        ("eos_token_ids holds the id 100", {"eos_token_ids": (100,)}),
+        ("eos_token_ids must be", {"eos_token_ids": (1.5,)}),
+        ("seed = 'x'", {"seed": "x"}),
+    ],
+)
+def test_tables_name_what_they_do_not_accept(match: str, kwargs: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"max_requests": 2, "vocab_size": V, "device": "cpu", **kwargs}
+    with pytest.raises(ValueError, match=match):
+        RequestTable(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("match", "params"),
+    [
+        (
+            "logit_bias has 4 entries: the table was made for at most 3",
+            {"logit_bias": dict.fromkeys(range(4), 1.0)},
+        ),
+        ("logit_bias holds the id 100", {"logit_bias": {100: 1.0}}),
+        ("stop_token_ids has 3 entries", {"stop_token_ids": [1, 3, 4]}),
+        ("stop_token_ids holds the id 100", {"stop_token_ids": [100]}),
+        ("bad_words_ids has 3 entries", {"bad_words_ids": [[1]] * 3}),
+        ("bad_words_ids holds a sequence of 4 ids", {"bad_words_ids": [[1, 2, 3, 4]]}),
+        ("bad_words_ids holds the id 100", {"bad_words_ids": [[1, 100]]}),
+        ("allowed_token_ids holds the id 100", {"allowed_token_ids": [1, 100]}),
+        ("logprob_token_ids has 3 entries", {"logprob_token_ids": [1, 2, 3]}),
+        ("logprob_token_ids holds the id 100", {"logprob_token_ids": [100]}),
+        (r"logprobs = 6 is not accepted: it must be None or in \[0, 5\]", {"logprobs": 6}),
+    ],
+)
+def test_admit_and_update_refuse_what_the_table_was_not_made_for(
+    match: str, params: dict[str, object]
+) -> None:
+    table = make_table(
+        max_logit_bias=3,
+        max_stop_ids=2,
+        max_bad_words=2,
+        max_bad_word_length=3,
+        max_logprob_ids=2,
+        max_logprobs=5,
+    )
+    slot = table.admit(SamplingParams(top_k=7))
+    table.upload()
+    before = table.params.clone(), table.state.clone()
+    with pytest.raises(ValueError, match=match):
+        table.admit(SamplingParams(**params))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=match):
+        table.update(slot, SamplingParams(**params))  # type: ignore[arg-type]
+    assert table.num_free_slots == 3
+    table.upload()
+    assert torch.equal(table.params, before[0])
+    assert torch.equal(table.state, before[1])
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_a_table_without_penalties_has_no_counts_and_says_so(name: str) -> None:
+    table = make_table(penalties=False)
+    assert table.tables.numel() == 5 * 4  # a bitmap of 100 bits for each of 4 + 1 rows
+    assert set(table.bytes_per_slot) == {"params", "state", "allowed_bits"}
+    with pytest.raises(ValueError, match=f"{name} = 1.5.*penalties=False"):
+        table.admit(SamplingParams(**{name: 1.5}))
+    table.admit(SamplingParams(), prompt_token_ids=[1], output_token_ids=[2])
+    table.upload()
+
+
+@pytest.mark.parametrize(
+    ("match", "args", "kwargs"),
+    [
+        ("prompt_token_ids holds the id 100", ([1, 100],), {}),
+        ("prompt_token_ids holds the id -1", ([1, -1],), {}),
+        ("prompt_token_ids must be", ([1.0],), {}),
+        ("prompt_token_ids must be", ([[1]],), {}),
+        ("output_token_ids holds the id 100", ((),), {"output_token_ids": [100]}),
+        ("num_prompt_tokens = 3 is not accepted", ([1],), {"num_prompt_tokens": 3}),
+        ("num_prompt_tokens = -1", ((),), {"num_prompt_tokens": -1}),
+        ("max_tokens = 2 is not accepted", ((),), {"output_token_ids": [1, 1]}),
+    ],
+)
+def test_admit_checks_prompt_and_output(
+    match: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    table = make_table()
+    with pytest.raises(ValueError, match=match):
+        table.admit(SamplingParams(max_tokens=2), *args, **kwargs)  # type: ignore[arg-type]
+    assert table.num_free_slots == 4
+    with pytest.raises(ValueError, match="params is dict"):
+        table.admit({"top_k": 1})  # type: ignore[arg-type]
+
+
+def test_token_ids_come_as_lists_arrays_and_tensors() -> None:
+    table = make_table()
+    for ids in ([5, 6], (5, 6), np.array([5, 6]), torch.tensor([5, 6]), np.array([5, 6], np.uint8)):
+        slot = table.admit(SamplingParams(), prompt_token_ids=ids)
+        table.upload()
+        assert table.last_token_ids[slot] == 6
+        assert bitmap(table, table.layout.prompt_bits, slot) == {5, 6}
+        table.release(slot)
+
+
+def test_a_backend_s_refusals_hold_while_its_sampler_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends.module("torch"), "REFUSES", frozenset({"typical_p", "top_k"}))
+    table = make_table()
+    slot = table.admit(SamplingParams(typical_p=0.5))
+    with pytest.raises(UnsupportedFeatureError, match=r"'torch' does not support typical_p = 0.5"):
+        Sampler(table, "torch")
+    table.release(slot)
+    for make in (Sampler, GraphedSampler):
+        sampler = make(table, backend="torch")
+        with pytest.raises(UnsupportedFeatureError, match=r"typical_p = 0\.5"):
+            table.admit(SamplingParams(typical_p=0.5))
+        slot = table.admit(SamplingParams(min_p=0.5))
+        with pytest.raises(UnsupportedFeatureError, match="top_k = 3"):
+            table.update(slot, SamplingParams(top_k=3))
+        # What is off, or means nothing for the request, is not needed.
+        table.update(slot, SamplingParams(top_k=V, typical_p=1.0))
+        table.update(slot, SamplingParams(temperature=0.0, typical_p=0.5))
+        table.release(slot)
+        del sampler
+        slot = table.admit(SamplingParams(typical_p=0.5))
+        table.release(slot)
+
+
+# What reaches the device.
+
+
+def test_admission_sets_the_state(device: str) -> None:
+    table = make_table(device)
+    slot = table.admit(
+        SamplingParams(), prompt_token_ids=[7, 8, 8], output_token_ids=[9, 3, 9, 4, 1, 0, 5, 6, 9]
+    )
+    bare = table.admit(SamplingParams(), num_prompt_tokens=12)
+    nothing = table.admit(SamplingParams())
+    table.upload()
+    assert table.positions.tolist() == [12, 12, 0, 0]
+    assert table.last_token_ids.tolist()[:3] == [9, -1, -1]
+    assert table.state[slot, State.NUM_GENERATED] == 9
+    recent = table.state[slot, State.RECENT : State.RECENT + 7].tolist()
+    assert recent == [9, 6, 5, 0, 1, 4, 9]  # newest first: what the longest bad word looks at
+    assert bitmap(table, table.layout.prompt_bits, slot) == {7, 8}
+    assert bitmap(table, table.layout.output_bits, slot) == {0, 1, 3, 4, 5, 6, 9}
+    row = counts(table, slot)
+    assert row[9] == 3 and row[3] == row[0] == 1
+    assert bitmap(table, table.layout.prompt_bits, bare) == set()
+    assert table.state[nothing, State.NUM_GENERATED] == 0
+
+
+def test_a_slot_s_next_tenant_finds_nothing_of_the_last(device: str) -> None:
+    table = make_table(device)
+    first = table.admit(
+        SamplingParams(allowed_token_ids=[5], stop_token_ids=[1], logit_bias={3: 1.0}),
+        prompt_token_ids=[7],
+        output_token_ids=[9, 9],
+    )
+    table.upload()
+    table.release(first)
+    second = table.admit(SamplingParams(frequency_penalty=1.0), prompt_token_ids=[1, 2])
+    assert second == first
+    table.upload()
+    assert bitmap(table, table.layout.prompt_bits, second) == {1, 2}
+    assert bitmap(table, table.layout.output_bits, second) == set()  # so its counts mean nothing
+    header = table.params[second, :HEADER_WORDS].cpu().numpy()
+    assert header[Param.NUM_BIAS] == 0
+    assert header[Param.NUM_STOP] == 1  # the table's EOS id
+    assert not header[Param.FLAGS] & ParamFlags.ALLOWED
+
+
+def test_the_header_holds_what_fp32_stores(device: str) -> None:
+    table = make_table(device)
+    params = SamplingParams(
+        temperature=0.7, top_k=9, top_p=0.9, min_p=0.05, seed=-1, max_tokens=8, min_tokens=3,
+        logprobs=4, logprobs_mode="processed", rank=True, presence_penalty=0.3,
+    )  # fmt: skip
+    slot = table.admit(params)
+    greedy = table.admit(SamplingParams(temperature=9e-6, top_k=9, min_p=0.5))
+    off = table.admit(SamplingParams(top_k=V, top_p=1 - 1e-9))
+    table.upload()
+    headers = table.params[:, :HEADER_WORDS].cpu().numpy()
+    header, real = headers[slot], headers[slot].view(np.float32)
+    assert real[Param.TEMPERATURE] == np.float32(0.7)
+    assert real[Param.TOP_P] == np.float32(0.9)
+    assert header[Param.TOP_K] == 9
+    assert (header[Param.MIN_TOKENS], header[Param.MAX_TOKENS]) == (3, 8)
+    assert headers[slot].view(np.int64)[Param.SEED // 2] == -1
+    expected = float(np.float32(0.7)) * math.log(float(np.float32(0.05)))
+    assert header.view(np.float64)[Param.MIN_P_OFFSET // 2] == expected
+    flags = ParamFlags(int(header[Param.FLAGS]))
+    assert flags == (
+        ParamFlags.ADMITTED
+        | ParamFlags.FILTERED
+        | ParamFlags.LOGPROBS
+        | ParamFlags.PROCESSED
+        | ParamFlags.RANK
+        | ParamFlags.PENALTIES
+    )
+    assert ParamFlags(int(headers[greedy][Param.FLAGS])) == ParamFlags.ADMITTED | ParamFlags.GREEDY
+    assert headers[greedy][Param.TOP_K] == 0
+    assert headers[greedy].view(np.float32)[Param.TEMPERATURE] == 1.0
+    assert ParamFlags(int(headers[off][Param.FLAGS])) == ParamFlags.ADMITTED
+
+
+def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None:
+    table = make_table(device)
+    slot = table.admit(SamplingParams(seed=77), prompt_token_ids=[1, 2])
+    table.upload()
+    state, tables = table.state.clone(), table.tables.clone()
+    table.update(slot, SamplingParams(top_k=3))
+    assert table.request(slot).seed == 77  # None keeps it
+    table.upload()
+    assert table.params[slot, Param.TOP_K] == 3
+    assert table.params[slot].cpu().view(torch.int64)[Param.SEED // 2] == 77
+    table.update(slot, SamplingParams(seed=78))
+    table.upload()
+    assert table.params[slot].cpu().view(torch.int64)[Param.SEED // 2] == 78
+    assert torch.equal(table.state, state)
+    assert torch.equal(table.tables, tables)
+    with pytest.raises(ValueError, match="slot = 3"):
+        table.update(3, SamplingParams())
+
+
+def test_requests_without_a_seed_get_the_table_s_own_stream() -> None:
+    def seeds(table_seed: int | None) -> list[int]:
+        table = make_table(seed=table_seed)
+        return [table.request(table.admit(SamplingParams())).seed for _ in range(4)]
+
+    assert seeds(1) == seeds(1)
+    assert len({*seeds(1), *seeds(2), *seeds(None), *seeds(None)}) == 16
+
+
+def test_addresses_never_change(device: str) -> None:
+    table = make_table(device)
+    before = [t.data_ptr() for t in (table.params, table.state, table.tables, table.positions)]
+    for _ in range(3):
+        slot = table.admit(SamplingParams(), prompt_token_ids=[1])
+        Sampler(table, "torch")(
+            torch.zeros(1, V, device=device), torch.tensor([slot], dtype=torch.int32)
+        )
+        table.release(slot)
+    after = [t.data_ptr() for t in (table.params, table.state, table.tables, table.positions)]
+    assert before == after
+
+
+# At what cost.
+
+
+def test_only_changed_rows_are_uploaded(device: str) -> None:
+    """512 slots, 8 of them changed: one copy of 8 headers, and nothing when nothing changed."""
+    table = RequestTable(512, V, device=device)
+    for _ in range(512):
+        table.admit(SamplingParams())
+    table.upload()
+    before = table.params.clone()
+    copies, sent = table.staging_stats.copies, table.staging_stats.bytes
+    table.upload()
+    assert (table.staging_stats.copies, table.staging_stats.bytes) == (copies, sent)
+    changed = list(range(0, 512, 64))
+    for slot in changed:
+        table.update(slot, SamplingParams(top_k=slot + 1, seed=slot))
+    table.upload()
+    assert table.staging_stats.copies == copies + 1
+    assert table.staging_stats.bytes - sent == 8 * 4 * (HEADER_WORDS + DESCRIPTOR_WORDS)
+    different = (table.params != before).any(1).nonzero().flatten().tolist()
+    assert different == changed
+
+
+def test_changes_of_one_slot_are_sent_once() -> None:
+    table = make_table()
+    slot = table.admit(SamplingParams())
+    table.upload()
+    sent = table.staging_stats.bytes
+    for k in range(1, 50):
+        table.update(slot, SamplingParams(top_k=k))
+    table.upload()
+    assert table.staging_stats.bytes - sent == 4 * (HEADER_WORDS + 1 + 2 * DESCRIPTOR_WORDS)
+    assert table.params[slot, Param.TOP_K] == 49
+
+
+def test_a_long_prompt_is_sent_in_pieces(device: str) -> None:
+    """More than a ring entry holds: 100,000 output tokens, most of them different."""
+    vocab_size = 128256
+    table = RequestTable(2, vocab_size, device=device)
+    table.admit(SamplingParams())
+    rng = np.random.default_rng(0)
+    prompt, output = rng.integers(vocab_size, size=(2, 100_000))
+    slot = table.admit(SamplingParams(), prompt_token_ids=prompt, output_token_ids=output)
+    table.upload()
+    assert table.staging_stats.copies > 1
+    layout = table.layout
+    assert bitmap(table, layout.prompt_bits, slot) == set(prompt.tolist())
+    assert bitmap(table, layout.output_bits, slot) == set(output.tolist())
+    start = layout.counts + slot * vocab_size
+    row = table.tables[start : start + vocab_size].cpu().numpy()
+    assert np.array_equal(row, np.bincount(output, minlength=vocab_size))
+    assert table.positions.tolist() == [0, 200_000]
+
+
+def test_bytes_per_slot_are_those_of_the_tensors() -> None:
+    for penalties in (False, True):
+        table = make_table(penalties=penalties)
+        total = sum(4 * t.numel() for t in (table.params, table.state, table.tables))
+        assert sum(table.bytes_per_slot.values()) * table.layout.rows == total
+
+
+# Threads and processes.
+
+
+def test_admissions_from_many_threads_are_all_there() -> None:
+    table = RequestTable(64, V, device="cpu")
+    slots: list[list[int]] = [[] for _ in range(8)]
+
+    def work(own: list[int]) -> None:
+        for _ in range(50):
+            slot = table.admit(SamplingParams(top_k=3), prompt_token_ids=[1, 2])
+            table.upload()
+            table.release(slot)
+        own.extend(table.admit(SamplingParams(top_k=5)) for _ in range(8))
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(s for own in slots for s in own) == list(range(64))
+    table.upload()
+    assert (table.params[:64, Param.TOP_K] == 5).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_after_a_fork_the_table_refuses_to_be_used() -> None:
+    table = make_table()
+    slot = table.admit(SamplingParams())
+    calls = (
+        lambda: table.admit(SamplingParams()),
+        lambda: table.update(slot, SamplingParams()),
+        lambda: table.release(slot),
+        lambda: table.upload(),
+    )
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                refused += "after a fork" in str(error)
+        os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == len(calls)
