@@ -51,7 +51,7 @@ def run_demo(options: Options) -> list[Generation]:
     backend = _pick_backend(options.backend, device)
     console = screen.new_console(plain=options.plain)
     began = time.perf_counter()
-    console.print("Reading SmolLM2-135M-Instruct ...")
+    console.print("Reading the model, SmolLM2-135M-Instruct ...")
     checkpoint = Checkpoint(find_model())
     tokenizer = ChatTokenizer(checkpoint.vocabulary())
     requests = _requests(tokenizer, options)
@@ -73,6 +73,7 @@ def run_demo(options: Options) -> list[Generation]:
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
     )
+    console.print("Preparing the sampler; its first use here compiles, which may take a minute ...")
     engine = Engine(
         model,
         num_slots=options.slots,

@@ -104,7 +104,7 @@ def with_progress(items: Iterable[T], count: int, console: Console, *, plain: bo
     """Pass the tensors of the model on, and show how many there have been."""
     if plain or not console.is_terminal:
         return items
-    return track(items, "Reading the model", total=count, console=console, transient=True)
+    return track(items, "Weights", total=count, console=console, transient=True)
 
 
 def print_summary(console: Console, generations: Sequence[Generation]) -> None:
