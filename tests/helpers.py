@@ -670,3 +670,39 @@ def check_raw_logprobs(host: StepOutput, logits: np.ndarray, vocab_size: int) ->
     for row, values in enumerate(logits):
         logprobs = raw_logprobs(values, vocab_size=vocab_size)
         assert_logprobs(host.logprobs[row], logprobs[int(host.token_ids[row])])
+
+
+def check_padding_writes_nothing(pair: BackendDevice, *, graphed: bool = False) -> None:
+    """A step of padding rows alone, and some among others, leave every other slot as it was."""
+    vocab = 40
+    table = RequestTable(4, vocab, device=pair.device, eos_token_ids=[0])
+    for seed in range(3):
+        table.admit(SamplingParams(seed=seed, logprobs=1), [1, 2], output_token_ids=[3])
+    sampler: Any = (
+        GraphedSampler(table, (4,), backend=pair.backend)
+        if graphed
+        else Sampler(table, pair.backend)
+    )
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)).to(pair.device)
+    table.upload()
+
+    def live() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All but the padding rows; of tables the counts alone may be stale where no bit is set."""
+        layout = table.layout
+        bits = table.tables[: layout.counts].view(3, layout.rows, layout.bitmap_words)[:, :4]
+        return table.params[:4].clone(), table.state[:4].clone(), bits.clone()
+
+    before = live()
+    host = on_host(sampler(logits, torch.full((4,), -1, dtype=torch.int32)))
+    assert host.token_ids.tolist() == [-1] * 4
+    assert (host.flags == int(RowFlags.PADDING)).all()
+    for was, now in zip(before, live(), strict=True):
+        assert torch.equal(was, now), "a padding row wrote something"
+    slots = torch.tensor([-1, 1, -1], dtype=torch.int32)
+    host = on_host(sampler(logits[:3], slots))
+    assert host.token_ids[[0, 2]].tolist() == [-1, -1] and host.token_ids[1] >= 0
+    after = live()
+    others = [0, 2, 3]
+    assert torch.equal(after[1][others], before[1][others])
+    assert torch.equal(after[2][:, others], before[2][:, others])
+    assert int(table.positions[1]) == 4
