@@ -391,3 +391,37 @@ def test_a_slot_readmitted_behind_a_step_in_flight(backend: str) -> None:
     assert second.view(torch.int64)[0, 0] == 31
     assert (first[0, 7].item(), second[0, 7].item()) == (1, 2)  # generations
     assert table.positions[new].item() == 8
+
+
+@everywhere
+def test_objects_made_in_inference_mode_work_outside_and_the_other_way_round(
+    backend: str, device: str
+) -> None:
+    records = []
+    for made_in, stepped_in in ((False, False), (True, False), (False, True)):
+        with torch.inference_mode(made_in):
+            table = make_table(device)
+            sampler = GraphedSampler(table, (8,), backend=backend)
+            slots = admit_mixed(table)
+        with torch.inference_mode(stepped_in):
+            for step in range(2):
+                output = sampler(random_logits(step, len(MIXED), device), slots)
+                table.update(0, SamplingParams(top_k=3, seed=9))
+        records.append(output.record.clone())
+    assert torch.equal(records[0], records[1])
+    assert torch.equal(records[0], records[2])
+
+
+@everywhere
+def test_a_default_device_of_the_user_s_changes_nothing(backend: str, device: str) -> None:
+    """Everything names its device: under a default of "meta" nothing lands there."""
+    records = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            table = make_table(device)
+            sampler = GraphedSampler(table, (8,), backend=backend)
+            with torch.device("cpu"):
+                slots = admit_mixed(table)
+                logits = random_logits(0, len(MIXED), device)
+            records.append(sampler(logits, slots).record.clone())
+    assert torch.equal(*records)
