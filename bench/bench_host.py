@@ -1,4 +1,4 @@
-"""What a step costs the host and the memory: calls, uploads, admission, capture.
+"""What a step costs the host, the memory and the GPU: calls, uploads, admission, capture, replay.
 
     python bench/bench_host.py [--requests 512] [--vocab-size 128256] [--json FILE]
 
@@ -47,6 +47,21 @@ def median_microseconds(call: Callable[[], object], repeats: int, what: str) -> 
             if position > 0 and group > groups // 10:  # the first tenth warms up
                 samples.append(1e6 * elapsed)
     synchronize()
+    return statistics.median(samples)
+
+
+def gpu_microseconds(call: Callable[[], object], repeats: int = 10) -> float:
+    """Median GPU time of a call, a few at a time so that the GPU never waits for the host."""
+    samples = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call()
+        start.record()
+        for _ in range(3):
+            call()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end) / 3)
     return statistics.median(samples)
 
 
@@ -102,6 +117,10 @@ def measure_calls(table: RequestTable, slots: list[int], repeats: int) -> list[R
                 synchronize()
         rows.append((f"call, {n} rows, {min(n, 8)} changed", statistics.median(samples), "us"))
         rows.append((f"  uploaded for {min(n, 8)} changed rows of {len(slots)}", sent, "bytes"))
+
+        if device.type == "cuda":
+            spent = gpu_microseconds(lambda a=logits, b=on_host: sampler(a, b))
+            rows.append((f"  the step of {n} rows on the GPU ({sampler.backend})", spent, "us"))
 
     if device.type == "cuda":
         synchronize()
