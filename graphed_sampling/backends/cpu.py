@@ -15,15 +15,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphed_sampling.layout import TableLayout
 
-if TYPE_CHECKING:
-    from graphed_sampling.backends.cpu_kernels import Offsets, Workspace
+Array = np.ndarray[Any, Any]
 
 NAME = "cpu"
 CHOSEN_FOR = "tables on the CPU, where numba is installed"
@@ -88,11 +88,12 @@ def sample_step(
         flat_bitmask.numpy(),
         mask_stride,
         (words.contiguous() if words is not None else _EMPTY_INT64).numpy(),
-        _offsets(layout),
+        _sizes(layout),
     )
+    size = kernels.workspace_bytes(layout.vocab_size)
 
     def step(first: int, last: int) -> None:
-        kernels.step_rows(first, last, *arguments, _workspace(layout.vocab_size))
+        kernels.step_rows(first, last, *arguments, _buffer(size))
 
     block = max(1, _TASK_LOGITS // layout.vocab_size)
     _for_blocks(step, rows, block)
@@ -116,10 +117,11 @@ def _flat_rows(matrix: Tensor) -> tuple[Tensor, int]:
 
 
 @functools.lru_cache
-def _offsets(layout: TableLayout) -> Offsets:
+def _sizes(layout: TableLayout) -> Array:
+    """The layout as the kernels take it."""
     from graphed_sampling.backends.cpu_kernels import Offsets
 
-    return Offsets(**{name: getattr(layout, name) for name in Offsets._fields})
+    return np.array([getattr(layout, name) for name in Offsets._fields], np.int64)
 
 
 # --------------------------------------------------------------------------- compilation
@@ -145,7 +147,7 @@ def _step_nothing(kernels: ModuleType) -> int:
     empty = _EMPTY_INT32.numpy()
     digest: int = kernels.step_rows(
         0, 0, torch.empty(0, dtype=torch.uint8).numpy(), 0, 0, empty, empty, empty, empty, empty,
-        empty, 0, _EMPTY_INT64.numpy(), _offsets(layout), _workspace(layout.vocab_size),
+        empty, 0, _EMPTY_INT64.numpy(), _sizes(layout), _buffer(0),
     )  # fmt: skip
     return digest
 
@@ -158,15 +160,13 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
-def _workspace(vocab_size: int) -> Workspace:
-    """This thread's buffers, for rows of at least `vocab_size` entries."""
-    if getattr(_local, "vocab_size", -1) < vocab_size:
-        from graphed_sampling.backends.cpu_kernels import make_workspace
-
-        _local.workspace = make_workspace(vocab_size)
-        _local.vocab_size = vocab_size
-    workspace: Workspace = _local.workspace
-    return workspace
+def _buffer(size: int) -> Array:
+    """This thread's working memory, of at least `size` bytes, 64-byte aligned."""
+    buffer: Array | None = getattr(_local, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        memory = np.empty(size + 64, np.uint8)
+        buffer = _local.buffer = memory[-memory.ctypes.data % 64 :]
+    return buffer
 
 
 def _helpers(count: int) -> ThreadPoolExecutor:

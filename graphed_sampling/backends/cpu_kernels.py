@@ -76,14 +76,13 @@ _EXP2 = (
     1.325080551750225e-06,
 )
 
-# The same in fp32, within 2^-27, and what shifts an fp32's low bits to 2^24 times a power of 2.
+# The same in fp32, within 2^-23, and what shifts an fp32's low bits to 2^24 times a power of 2.
 _EXP2_FLOAT = (
-    np.float32(0.6931471880262288),
-    np.float32(0.24022650760568126),
-    np.float32(0.05550357114219078),
-    np.float32(0.009618082557277852),
-    np.float32(0.0013390863364671234),
-    np.float32(0.0001545316294512069),
+    np.float32(0.6931469775964132),
+    np.float32(0.24022242086993517),
+    np.float32(0.05550733752241752),
+    np.float32(0.00967151258527019),
+    np.float32(0.0013264724110600569),
 )
 _PART_BITS = 24
 _ROUND_FLOAT = np.float32(1.5 * 2.0**23 + _PART_BITS)
@@ -145,7 +144,7 @@ class Workspace(NamedTuple):
     y: np.ndarray[Any, Any]  # float32 [V]: the row; NaN where an entry is no candidate
     group_keys: np.ndarray[Any, Any]  # int32 [V / GROUP]: key of each group's maximum
     group_mass: np.ndarray[Any, Any]  # int64 [V / GROUP]
-    dirty: np.ndarray[Any, Any]  # uint8 [V / GROUP]: whether group_keys must be renewed; else 0
+    dirty: np.ndarray[Any, Any]  # uint8 [V / GROUP]: whether group_keys must be renewed
     wide: np.ndarray[Any, Any]  # float32 [GROUP]: a group of 16-bit logits
     lanes: np.ndarray[Any, Any]  # float64 [GROUP]: partial sums
     ids: np.ndarray[Any, Any]  # int32 [V]: the listed survivors, ascending
@@ -158,30 +157,22 @@ class Workspace(NamedTuple):
     bins: np.ndarray[Any, Any]  # int64 [2048]: the histogram of one round of a selection
 
 
-def make_workspace(vocab_size: int) -> Workspace:
+def workspace_bytes(vocab_size: int) -> int:
     groups = -(-vocab_size // GROUP)
-    size = groups * GROUP
-    return Workspace(
-        y=np.empty(size, np.float32),
-        group_keys=np.empty(groups, np.int32),
-        group_mass=np.empty(groups, np.int64),
-        dirty=np.zeros(groups, np.uint8),
-        wide=np.empty(GROUP, np.float32),
-        lanes=np.empty(GROUP, np.float64),
-        ids=np.empty(size, np.int32),
-        values=np.empty(size, np.float32),
-        z=np.empty(size, np.float64),
-        mass=np.empty(size, np.int64),
-        keys=np.empty(size, np.uint64),
-        left_keys=np.empty(size, np.uint64),
-        left_mass=np.empty(size, np.int64),
-        bins=np.empty(2048, np.int64),
-    )
+    return groups * (GROUP * (5 * 8 + 3 * 4) + 8 + 4 + 1) + 8 * (GROUP + 2048) + 4 * GROUP
 
 
 def _jit(function: Callable[..., Any]) -> Any:
     """A function of these kernels; only the entries are cached, and hold the rest inlined."""
     return njit(nogil=True, error_model="numpy")(function)
+
+
+def _jit_once(function: Callable[..., Any]) -> Any:
+    """A large function with one caller, into which it is put before LLVM sees either.
+
+    Else it would be optimised once more with every caller above it: some seconds of compilation.
+    """
+    return njit(nogil=True, error_model="numpy", inline="always")(function)
 
 
 def _entry(function: Callable[..., Any]) -> Any:
@@ -240,6 +231,46 @@ def _set_vector_width(_context: Any) -> Any:
 
 _prefer_wide_vectors: Any = intrinsic(_set_vector_width)
 """Called in a kernel whose arithmetic pays for them: LLVM takes half of AVX-512 by default."""
+
+
+@_jit
+def _workspace(buffer, vocab_size):
+    """The buffers, carved from one of `workspace_bytes`: passing them one by one takes time."""
+    groups = (vocab_size + GROUP - 1) // GROUP
+    size = groups * GROUP
+    at = 0
+    # By falling alignment.
+    z = buffer[at : at + 8 * size].view(np.float64)
+    at += 8 * size
+    mass = buffer[at : at + 8 * size].view(np.int64)
+    at += 8 * size
+    keys = buffer[at : at + 8 * size].view(np.uint64)
+    at += 8 * size
+    left_keys = buffer[at : at + 8 * size].view(np.uint64)
+    at += 8 * size
+    left_mass = buffer[at : at + 8 * size].view(np.int64)
+    at += 8 * size
+    lanes = buffer[at : at + 8 * GROUP].view(np.float64)
+    at += 8 * GROUP
+    bins = buffer[at : at + 8 * 2048].view(np.int64)
+    at += 8 * 2048
+    y = buffer[at : at + 4 * size].view(np.float32)
+    at += 4 * size
+    values = buffer[at : at + 4 * size].view(np.float32)
+    at += 4 * size
+    ids = buffer[at : at + 4 * size].view(np.int32)
+    at += 4 * size
+    wide = buffer[at : at + 4 * GROUP].view(np.float32)
+    at += 4 * GROUP
+    group_mass = buffer[at : at + 8 * groups].view(np.int64)
+    at += 8 * groups
+    group_keys = buffer[at : at + 4 * groups].view(np.int32)
+    at += 4 * groups
+    dirty = buffer[at : at + groups]
+    return Workspace(
+        y, group_keys, group_mass, dirty, wide, lanes, ids, values, z, mass, keys, left_keys,
+        left_mass, bins,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------- numbers
@@ -433,6 +464,7 @@ def _load_row(logits, kind, start, size, ws):
     whole = size // GROUP
     rest = size - whole * GROUP
     y, wide, keys = ws.y, ws.wide, ws.group_keys
+    ws.dirty[: (size + GROUP - 1) // GROUP] = 0
     magnitude = np.int32(0)
     floats = logits.view(np.float32)[start : start + size] if kind == FLOAT32 else wide
     shorts = logits.view(np.int16)[start : start + size]
@@ -553,8 +585,7 @@ def _raw_part(y, group, maximum):
         z = z if z > _Z_MIN_FLOAT else _Z_MIN_FLOAT  # NaN, too
         t = z + _ROUND_FLOAT
         f = z - (t - _ROUND_FLOAT)
-        p = _EXP2_FLOAT[5] * f + _EXP2_FLOAT[4]
-        p = p * f + _EXP2_FLOAT[3]
+        p = _EXP2_FLOAT[4] * f + _EXP2_FLOAT[3]
         p = p * f + _EXP2_FLOAT[2]
         p = p * f + _EXP2_FLOAT[1]
         p = p * f + _EXP2_FLOAT[0]
@@ -588,7 +619,7 @@ def _raw_normaliser(groups, ws):
     total = 0
     for group in range(groups):
         mass = np.float64(_mass((np.float64(_value(keys[group])) - maximum) * _LOG2_E))
-        total += np.int64(mass * np.float64(parts[group]) * 2.0**-_PART_BITS)
+        total += int(mass * np.float64(parts[group]) * 2.0**-_PART_BITS)
     return maximum, math.log(np.float64(total) / _ONE)
 
 
@@ -651,7 +682,7 @@ def _select(mass, weighted, count, target, ws):
             for i in range(count):
                 left[kept] = source[i]
                 kept += one if (source[i] >> drop) & mask == chosen else none
-        count = np.int64(kept)
+        count = int(kept)
         first = False
     return keys[0] if first else left[0], below
 
@@ -836,7 +867,7 @@ def _apply_bad_words(params, p, state, s, off, ws):
             _ban(np.int64(params[at]), off.vocab_size, ws)
 
 
-@_jit
+@_jit_once
 def _make_y(logits, kind, start, bitmask, mask_at, params, p, state, s, slot, tables, off, ws):
     """From the raw form to y. Returns (whether anything changed, whether +inf entries survive)."""
     size = off.vocab_size
@@ -1065,16 +1096,13 @@ def _count_larger(groups, value, ws):
 
 
 @_jit
-def _clear_record(output, o, off, flags, finish, generation):
+def _clear_record(output, o, off):
     """A record that says nothing was drawn; the lists unasked for."""
     nan = _bits32(_NAN)
     for j in range(off.output_words):
         output[o + j] = 0
     _write64(output, o + Output.TOKEN_ID, np.int64(-1))
     output[o + Output.LOGPROB] = nan
-    output[o + Output.FINISH_REASON] = finish
-    output[o + Output.FLAGS] = flags
-    output[o + Output.GENERATION] = generation
     for j in range(2 * off.max_logprobs):
         output[o + off.top_ids + j] = -1
     for j in range(off.max_logprobs):
@@ -1086,10 +1114,10 @@ def _clear_record(output, o, off, flags, finish, generation):
 @_jit
 def _write_top(output, o, off, k, token, logprob):
     _write64(output, o + off.top_ids + 2 * k, np.int64(token))
-    output[o + off.top_logprobs + k] = _bits32(np.float32(logprob))
+    output[o + off.top_logprobs + k] = _bits32(logprob)
 
 
-@_jit
+@_jit_once
 def _write_raw_top(output, o, off, wanted, groups, maximum, log_norm, ws):
     """The best raw logprobs of a row in raw form. Uses the list."""
     # Beside +inf nothing else has a probability.
@@ -1101,7 +1129,7 @@ def _write_raw_top(output, o, off, wanted, groups, maximum, log_norm, ws):
             logprob = _raw_logprob(ws.values[place], maximum, log_norm)
             _write_top(output, o, off, k, ws.ids[place], logprob)
         else:
-            _write_top(output, o, off, k, -1, -_INF)
+            _write_top(output, o, off, k, np.int32(-1), -_INF)
 
 
 @_jit
@@ -1135,7 +1163,7 @@ def _finish_reason(token, params, p, generated, off):
 # --------------------------------------------------------------------------- a row
 
 
-@_jit
+@_jit_once
 def _step_row(
     row, slot, logits, kind, start, params, state, tables, output,
     bitmask, mask_at, words, off, ws,
@@ -1144,14 +1172,16 @@ def _step_row(
     p = slot * off.params_words
     s = slot * off.state_words
     if slot < 0 or slot >= off.max_requests or not params[p + Param.FLAGS] & _F_ADMITTED:
-        _clear_record(output, o, off, _R_PADDING, _NONE, 0)
+        _clear_record(output, o, off)
+        output[o + Output.FLAGS] = _R_PADDING
         return
-    generation = state[s + State.GENERATION]
+    _clear_record(output, o, off)
+    output[o + Output.GENERATION] = state[s + State.GENERATION]
     finish = state[s + State.FINISH_REASON]
     if finish != _NONE:
-        _clear_record(output, o, off, _R_FINISHED, finish, generation)
+        output[o + Output.FINISH_REASON] = finish
+        output[o + Output.FLAGS] = _R_FINISHED
         return
-    _clear_record(output, o, off, 0, _NONE, generation)
 
     size = off.vocab_size
     groups = (size + GROUP - 1) // GROUP
@@ -1254,7 +1284,7 @@ def _step_row(
     _advance(state, s, token, finish, tables, slot, off)
 
 
-@_jit
+@_jit_once
 def _filter_row(params, p, groups, maximum, scale, off, ws):
     """Applies the filters in the contract's order; returns (count, threshold, total mass).
 
@@ -1310,7 +1340,7 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
     return count, threshold, total
 
 
-@_jit
+@_jit_once
 def _write_processed(
     output, o, token, params, p, count, threshold, groups, maximum, scale, log_total, off, ws
 ):
@@ -1335,9 +1365,10 @@ def _write_processed(
     for k in range(wanted):
         if k < count:
             place = np.int64(ws.keys[k])
-            _write_top(output, o, off, k, ws.ids[place], ws.z[place] * _LN2 - log_total)
+            logprob = np.float32(ws.z[place] * _LN2 - log_total)
+            _write_top(output, o, off, k, ws.ids[place], logprob)
         else:
-            _write_top(output, o, off, k, -1, -_INF)
+            _write_top(output, o, off, k, np.int32(-1), -_INF)
 
 
 @_jit
@@ -1368,17 +1399,26 @@ OFFSETS_DIGEST: Final = _offsets_digest()
 @_entry
 def step_rows(
     first, last, logits, kind, row_stride, slots, params, state, tables, output,
-    bitmask, mask_stride, words, off, ws,
+    bitmask, mask_stride, words, sizes, buffer,
 ):  # fmt: skip
     """Steps rows [first, last). Returns OFFSETS_DIGEST as it was compiled in.
 
     logits: uint8, `kind` its element type, rows `row_stride` elements apart. bitmask: int32, rows
     `mask_stride` words apart, or empty. words: int64, or empty. The records: int32, flat.
+    sizes: int64, the fields of `Offsets`, in order (a named tuple takes 50 us to pass).
+    buffer: uint8, `workspace_bytes` of this thread's, 64-byte aligned.
     """
-    for row in range(first, last):
-        mask_at = row * mask_stride if bitmask.size > 0 else -1
-        _step_row(
-            row, np.int64(slots[row]), logits, kind, row * row_stride, params, state, tables,
-            output, bitmask, mask_at, words, off, ws,
-        )  # fmt: skip
+    off = Offsets(
+        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
+        sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15],
+        sizes[16], sizes[17], sizes[18], sizes[19], sizes[20], sizes[21], sizes[22],
+    )  # fmt: skip
+    if first < last:
+        ws = _workspace(buffer, off.vocab_size)
+        for row in range(first, last):
+            mask_at = row * mask_stride if bitmask.size > 0 else -1
+            _step_row(
+                row, np.int64(slots[row]), logits, kind, row * row_stride, params, state, tables,
+                output, bitmask, mask_at, words, off, ws,
+            )  # fmt: skip
     return OFFSETS_DIGEST
