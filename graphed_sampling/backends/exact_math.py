@@ -20,7 +20,7 @@ _MASK32: Final = 0xFFFFFFFF
 
 # Taylor's series of 2**f on [-1/2, 1/2]: relative error below 2**-36 (0.3466**10 / 10! = 2**-37).
 _EXP2_COEFFICIENTS: Final = [LN_2**k / math.factorial(k) for k in range(10)]
-# ln m = 2 atanh(s), s = (m - 1) / (m + 1), |s| <= 0.172 on [sqrt(1/2), sqrt(2)]: 2**-53 at 11 terms.
+# ln m = 2 atanh(s), s = (m - 1) / (m + 1), |s| <= 0.172 on [sqrt(1/2), sqrt(2)]: 2**-53 at 11.
 _LOG_TERMS: Final = 11
 
 
