@@ -16,6 +16,7 @@ LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
 MASS_BITS: Final = 40
 """A probability mass is rint(weight * 2**MASS_BITS), its row's largest weight being 1."""
+_SCAN_BLOCK: Final = 512
 _MASK32: Final = 0xFFFFFFFF
 
 # Taylor's series of 2**f on [-1/2, 1/2]: relative error below 2**-36 (0.3466**10 / 10! = 2**-37).
@@ -58,6 +59,21 @@ def log(value: torch.Tensor) -> torch.Tensor:
 def masses(weights: torch.Tensor) -> torch.Tensor:
     """Integer probability masses, int64, of float64 weights in [0, 1]."""
     return (weights * 2.0**MASS_BITS).round_().long()
+
+
+def cumulative_sum(values: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums of int64 [c, V] along the rows: `cumsum`, in two levels where rows are long.
+
+    On a GPU torch scans a row by one block, which leaves most of the device idle.
+    """
+    count, length = values.shape
+    if length <= 4 * _SCAN_BLOCK:
+        return values.cumsum(1)
+    padded = torch.nn.functional.pad(values, (0, -length % _SCAN_BLOCK))
+    inner = padded.view(count, -1, _SCAN_BLOCK).cumsum(2)
+    totals = inner[:, :, -1]
+    inner += (totals.cumsum(1) - totals).unsqueeze(2)
+    return inner.flatten(1)[:, :length]
 
 
 def multiply_high(word: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -403,7 +403,8 @@ class _Kept:
     def draw(self, word: Tensor) -> Tensor:
         """int64 [c]: the first id whose cumulative mass exceeds floor(word * total / 2**64)."""
         threshold = exact_math.multiply_high(word, self.total)
-        return (self.masses.cumsum(1) <= _column(threshold)).sum(1)
+        cumulative = exact_math.cumulative_sum(self.masses)
+        return (cumulative <= _column(threshold)).sum(1)
 
 
 def _filter(y: Tensor, rows: _Rows) -> _Kept:
@@ -474,7 +475,7 @@ def _target(fraction: Tensor, total: Tensor) -> Tensor:
 
 def _within_top_p(masses: Tensor, kept: Tensor, top_p: Tensor) -> Tensor:
     masses = masses.masked_fill(~kept, 0)
-    cumulative = masses.cumsum(1)
+    cumulative = exact_math.cumulative_sum(masses)
     target = _target(top_p, cumulative[:, -1:])
     return (cumulative - masses < target) | (top_p >= 1)
 
@@ -496,7 +497,7 @@ def _within_typical(z: Tensor, masses: Tensor, kept: Tensor, typical_p: Tensor) 
     tokens within a distance are an interval of it, found by binary search for every token's own.
     """
     masses = masses.masked_fill(~kept, 0)
-    cumulative = masses.cumsum(1)
+    cumulative = exact_math.cumulative_sum(masses)
     total = cumulative[:, -1:]
     before = torch.nn.functional.pad(cumulative, (1, 0))
     mean = _mean_z(z, masses, total.double())
