@@ -240,6 +240,11 @@ class Tally:
     ambiguous: int = 0
     differences: int = 0
 
+    def add(self, other: Tally) -> None:
+        self.rows += other.rows
+        self.ambiguous += other.ambiguous
+        self.differences += other.differences
+
     def check(self, *, ambiguous: float = 0.1, differences: float = 0.02) -> None:
         """The test has to be strict on nearly all rows to be worth anything."""
         assert self.rows > 0, "nothing was compared"
@@ -620,7 +625,7 @@ def check_law(
     cases: Sequence[Case],
     *,
     false_alarm: float,
-    slots: int = 512,
+    slots: int = 1024,
     draws: int = 20_000,
     graphed: bool = False,
 ) -> None:

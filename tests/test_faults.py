@@ -1,4 +1,4 @@
-"""Faults that samplers have had in public: each a test on every backend, named after the symptom."""
+"""Faults that samplers have had in public: each a test on every backend, named by its symptom."""
 
 from __future__ import annotations
 
