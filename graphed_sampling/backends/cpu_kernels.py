@@ -745,14 +745,21 @@ def _gather(groups, threshold, ws):
 def _largest_bound(groups, wanted, ws):
     """A float32 that at least `wanted` of the y reach, if so many are candidates; else -inf.
 
-    It is the wanted-th largest of the groups' maxima: few y besides reach it.
+    It is the wanted-th largest of the groups' maxima where there are so many groups: few y besides
+    reach it. Else it is the wanted-th largest y.
     """
-    if wanted >= groups:
-        return -_INF
-    for group in range(groups):
-        ws.keys[group] = np.uint64(_MAGNITUDE - np.int64(ws.group_keys[group]))
-    key, _ = _select(ws.mass, False, groups, wanted, ws)
-    key = _MAGNITUDE - np.int64(key)
+    y, keys = ws.y, ws.keys
+    count = groups
+    if wanted <= groups:
+        for group in range(groups):
+            keys[group] = np.uint64(_MAGNITUDE - np.int64(ws.group_keys[group]))
+    else:
+        count = groups * GROUP
+        for i in range(count):
+            key = _key(y[i]) if y[i] == y[i] else np.int32(_BANNED)
+            keys[i] = np.uint64(_MAGNITUDE - np.int64(key))
+    last, _ = _select(ws.mass, False, count, wanted, ws)
+    key = np.int32(_MAGNITUDE - np.int64(last))
     return -_INF if key == _BANNED else _value(key)
 
 
