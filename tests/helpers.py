@@ -711,3 +711,54 @@ def check_padding_writes_nothing(pair: BackendDevice, *, graphed: bool = False) 
     assert torch.equal(after[1][others], before[1][others])
     assert torch.equal(after[2][:, others], before[2][:, others])
     assert int(table.positions[1]) == 4
+
+
+def check_padded_ids(pair: BackendDevice, *, graphed: bool = False) -> None:
+    """vocab_size < V_logits: the tail is never drawn, listed, or in a normaliser."""
+    vocab, width = 50, 64
+    values = np.random.default_rng(0).normal(0, 1, (6, width)).astype(np.float32)
+    for row, poison in enumerate((INF, NAN, FLT_MAX, 80.0, 0.0, -INF)):
+        values[row, vocab:] = poison
+    table = RequestTable(6, vocab, device=pair.device)
+    for i in range(6):
+        table.admit(SamplingParams(seed=i, logprobs=1, rank=True))
+    sampler: Any = (
+        GraphedSampler(table, logits_width=width, backend=pair.backend)
+        if graphed
+        else Sampler(table, pair.backend)
+    )
+    logits = torch.from_numpy(values).to(pair.device)
+    slots = torch.arange(6, dtype=torch.int32)
+    for words in (None, torch.zeros(6, dtype=torch.int64), torch.full((6,), -1)):
+        host = on_host(sampler(logits, slots, words=words))
+        assert (host.token_ids < vocab).all(), "a padded id was drawn"
+        assert (host.top_token_ids < vocab).all(), "a padded id was listed"
+        assert (host.flags == 0).all()
+        check_raw_logprobs(host, values, vocab)
+
+
+def flat_draws(
+    pair: BackendDevice, seeds: Sequence[int], steps: int, vocab: int, *, graphed: bool = True
+) -> torch.Tensor:
+    """int64 [steps, slots]: draws of those seeds from a flat row, through one graph on a GPU."""
+    table = RequestTable(len(seeds), vocab, device=pair.device)
+    for seed in seeds:
+        table.admit(SamplingParams(seed=seed))
+    sampler: Any = (
+        GraphedSampler(table, (len(seeds),), backend=pair.backend)
+        if graphed
+        else Sampler(table, pair.backend)
+    )
+    logits = torch.zeros(len(seeds), vocab, device=pair.device)
+    slots = torch.arange(len(seeds), dtype=torch.int32, device=pair.device)
+    return torch.stack([sampler(logits, slots).token_ids.clone() for _ in range(steps)]).cpu()
+
+
+def check_seeds(pair: BackendDevice, *, graphed: bool = False) -> None:
+    """Each row has its own seed: equal seeds draw equally, and others differently."""
+    seeds = [1111, 2222, 3333, 4444]
+    drawn = flat_draws(pair, seeds, 3, 4096, graphed=graphed)
+    same = flat_draws(pair, [1111] * 4, 3, 4096, graphed=graphed)
+    assert (same == same[:, :1]).all()
+    assert torch.equal(drawn[:, 0], same[:, 0])
+    assert all(len(set(row)) == 4 for row in drawn.tolist()), "two seeds drew the same"

@@ -23,9 +23,12 @@ from helpers import (
     CheckedTable,
     assert_logprobs,
     check_fresh_draws,
+    check_padded_ids,
     check_padding_writes_nothing,
     check_raw_logprobs,
+    check_seeds,
     check_spaced_words,
+    flat_draws,
     on_host,
     place,
     random_params,
@@ -79,23 +82,6 @@ def one_step(
     return host
 
 
-def flat_draws(
-    pair: BackendDevice, seeds: list[int], steps: int, vocab: int = 4096, *, graphed: bool = True
-) -> torch.Tensor:
-    """int64 [steps, slots]: draws of those seeds from a flat row, through one graph on a GPU."""
-    table = RequestTable(len(seeds), vocab, device=pair.device)
-    for seed in seeds:
-        table.admit(SamplingParams(seed=seed))
-    sampler: Any = (
-        GraphedSampler(table, (len(seeds),), backend=pair.backend)
-        if graphed
-        else Sampler(table, pair.backend)
-    )
-    logits = torch.zeros(len(seeds), vocab, device=pair.device)
-    slots = torch.arange(len(seeds), dtype=torch.int32, device=pair.device)
-    return torch.stack([sampler(logits, slots).token_ids.clone() for _ in range(steps)]).cpu()
-
-
 # Random numbers.
 
 
@@ -120,22 +106,17 @@ def test_replay_draws_the_same_token_for_ever(backend_device: BackendDevice) -> 
 @EAGER_AND_GRAPHED
 def test_only_the_first_seed_is_read(backend_device: BackendDevice, graphed: bool) -> None:
     """Rows' own seeds (flashinfer #4861, TRT-LLM #17172)."""
-    seeds = [1111, 2222, 3333, 4444]
-    drawn = flat_draws(backend_device, seeds, 3, graphed=graphed)
-    same = flat_draws(backend_device, [1111] * 4, 3, graphed=graphed)
-    assert (same == same[:, :1]).all()
-    assert torch.equal(drawn[:, 0], same[:, 0])
-    assert all(len(set(row)) == 4 for row in drawn.tolist())
+    check_seeds(backend_device, graphed=graphed)
 
 
 def test_high_bits_of_the_seed_are_ignored(backend_device: BackendDevice) -> None:
     """All 64 bits count, signs included: seeds that differ in one bit draw differently."""
     seeds = [0, 1 << 31, 1 << 32, 1 << 63, 2**64 - 1, -(2**63) + 1]
-    drawn = flat_draws(backend_device, seeds, 4)
+    drawn = flat_draws(backend_device, seeds, 4, 4096)
     for one, other in combinations(range(len(seeds)), 2):
         assert (drawn[:, one] != drawn[:, other]).any(), (seeds[one], seeds[other])
     # -1 is 2^64 - 1 in two's complement.
-    assert torch.equal(flat_draws(backend_device, [-1], 4), drawn[:, 4:5])
+    assert torch.equal(flat_draws(backend_device, [-1], 4, 4096), drawn[:, 4:5])
 
 
 class Batch:
@@ -266,9 +247,9 @@ def test_n_samples_of_one_seed_are_identical(backend_device: BackendDevice) -> N
     params = SamplingParams(seed=99)
     seeds = [params.child(i).seed for i in range(8)]
     assert None not in seeds
-    drawn = flat_draws(backend_device, [s for s in seeds if s is not None], 4).T.tolist()
+    drawn = flat_draws(backend_device, [s for s in seeds if s is not None], 4, 4096).T.tolist()
     assert len({tuple(text) for text in drawn}) == 8
-    again = flat_draws(backend_device, [params.child(i).seed or 0 for i in range(8)], 4)
+    again = flat_draws(backend_device, [params.child(i).seed or 0 for i in range(8)], 4, 4096)
     assert again.T.tolist() == drawn
 
 
@@ -666,25 +647,7 @@ def test_padded_ids_win_or_enter_the_normaliser(
     backend_device: BackendDevice, graphed: bool
 ) -> None:
     """vocab_size < V_logits (Megatron, mirage #751): the tail may hold anything."""
-    vocab, width = 50, 64
-    values = np.random.default_rng(0).normal(0, 1, (6, width)).astype(np.float32)
-    for row, poison in enumerate((INF, NAN, FLT_MAX, 80.0, 0.0, -INF)):
-        values[row, vocab:] = poison
-    table = RequestTable(6, vocab, device=backend_device.device)
-    for i in range(6):
-        table.admit(SamplingParams(seed=i, logprobs=1, rank=True))
-    sampler: Any = (
-        GraphedSampler(table, logits_width=width, backend=backend_device.backend)
-        if graphed
-        else Sampler(table, backend_device.backend)
-    )
-    logits = torch.from_numpy(values).to(backend_device.device)
-    for words in (None, torch.zeros(6, dtype=torch.int64), torch.full((6,), -1)):
-        host = on_host(sampler(logits, torch.arange(6).int(), words=words))
-        assert (host.token_ids < vocab).all()
-        assert (host.flags == 0).all()
-        assert (host.top_token_ids < vocab).all()
-        check_raw_logprobs(host, values, vocab)
+    check_padded_ids(backend_device, graphed=graphed)
 
 
 @EAGER_AND_GRAPHED
