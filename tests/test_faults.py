@@ -1059,6 +1059,15 @@ def test_top_n_is_longer_than_the_vocabulary(backend_device: BackendDevice) -> N
     assert host.top_logprobs[0, 5:].isnan().all()
 
 
+def test_top_n_drops_a_logprob_below_fp32(backend_device: BackendDevice) -> None:
+    """A finite logit is listed, though its logprob, -2 * FLT_MAX, is -inf in fp32."""
+    row = np.array([0.0, FLT_MAX, -FLT_MAX, -INF], np.float32)
+    params = SamplingParams(seed=0, logprobs=4)
+    modes = [params, replace(params, logprobs_mode="processed")]
+    host = one_step(backend_device, [row] * 2, modes)
+    assert host.top_token_ids[:, :4].tolist() == [[1, 0, 2, -1]] * 2
+
+
 def test_equal_tokens_are_merged(backend_device: BackendDevice) -> None:
     """Ids are ids (Megatron keyed by text): tokens with equal logits stand side by side."""
     row = np.repeat(np.array([2.0, 1.0], np.float32), 4)

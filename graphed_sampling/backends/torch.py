@@ -566,11 +566,12 @@ def _write_output(output: Tensor, rows: _Rows, drawn: _Drawn, finish: Tensor) ->
     """Fill the output record of every row."""
     layout = rows.layout
     idle = ~rows.live
-    logprobs = torch.where(
+    exact = torch.where(
         _column(rows.flag(ParamFlags.PROCESSED)),
         _processed_logprobs(rows, drawn),
         raw_logprobs(drawn.raw, drawn.raw_maximum, drawn.raw_total),
-    ).float()
+    )
+    logprobs = exact.float()
     logprob = logprobs[:, 0].masked_fill(idle | ~rows.flag(ParamFlags.LOGPROBS), math.nan)
     rank = drawn.rank.masked_fill(idle | ~rows.flag(ParamFlags.RANK), 0)
     counted = rows.flag(ParamFlags.FILTERED) | rows.flag(ParamFlags.GREEDY) | drawn.empty
@@ -597,7 +598,8 @@ def _write_output(output: Tensor, rows: _Rows, drawn: _Drawn, finish: Tensor) ->
     )
     if layout.max_logprobs:
         count = top.shape[1]
-        ids = drawn.ids[:, -count:].masked_fill(top == -torch.inf, -1)
+        # By the exact ones: a token whose logprob overflows fp32 is there nevertheless.
+        ids = drawn.ids[:, -count:].masked_fill(exact[:, -count:] == -torch.inf, -1)
         missing = (0, layout.max_logprobs - count)  # columns that the vocabulary cannot fill
         ids = torch.nn.functional.pad(ids, missing, value=-1)
         top = torch.nn.functional.pad(top, missing, value=-math.inf)
