@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from graphed_sampling.sampler import StepInputs, StepOutput, new_output, new_scr
 from graphed_sampling.table import RequestTable, device_guard
 
 _WARM_UP_STEPS: Final = 2
+# A capture begins with a synchronisation of the device, which CUDA refuses while another thread's
+# capture is under way.
+_CAPTURE_LOCK: Final = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class GraphedSampler:
 
     `capture_report` tells seconds and bytes. Graphs, their pool and the buffers go with the object.
     One thread calls a sampler at a time; samplers of different tables do not disturb each other.
+    While one is made, no other code may capture on the same device: CUDA's own restriction.
     """
 
     def __init__(
@@ -101,7 +106,10 @@ class GraphedSampler:
             self._output = new_output(table, rows)
             self._scratch = new_scratch(table, self.backend, rows)
             self._outputs: dict[int, StepOutput] = {}
-            captures = self._capture() if self._uses_graphs else ()
+            captures: tuple[BucketCapture, ...] = ()
+            if self._uses_graphs:
+                with _CAPTURE_LOCK:
+                    captures = self._capture()
         self.capture_report = CaptureReport(
             captures, time.perf_counter() - start, self._device_bytes() - bytes_before
         )
