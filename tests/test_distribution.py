@@ -75,7 +75,7 @@ def test_a_large_vocabulary(backend_device: BackendDevice) -> None:
     generator = torch.Generator().manual_seed(5)
     row = lm_like_logits(1, 10_000, generator, torch.bfloat16)[0].float().numpy()
     cases = [Case(row), Case(row, SamplingParams(top_p=0.9))]
-    check_law(backend_device, cases, false_alarm=FALSE_ALARM, slots=64, draws=1000)
+    check_law(backend_device, cases, false_alarm=FALSE_ALARM, slots=64, draws=500)
 
 
 def test_consecutive_draws_are_uncorrelated(backend_device: BackendDevice) -> None:
@@ -94,21 +94,21 @@ def test_thousand_replays_of_one_graph(backend_device: BackendDevice) -> None:
     logits = torch.from_numpy(np.stack([c.logits for c in cases] * 4)).to(backend_device.device)
     rows = len(logits)
 
-    def run() -> torch.Tensor:
+    def run(steps: int) -> torch.Tensor:
         table = RequestTable(rows, VOCAB, device=backend_device.device, seed=3)
         for i in range(rows):
             backend_device.require(cases[i % 4].params)
             table.admit(cases[i % 4].params, [1] * i)  # seeds come from the table's own
         sampler = GraphedSampler(table, (rows,), backend=backend_device.backend)
         slots = torch.arange(rows, dtype=torch.int32, device=backend_device.device)
-        drawn = [sampler(logits, slots).token_ids.clone() for _ in range(1000)]
+        drawn = [sampler(logits, slots).token_ids.clone() for _ in range(steps)]
         return torch.stack(drawn).cpu()
 
-    first = run()
+    first = run(1000)
     for i, one in enumerate(cases):
         hits = torch.bincount(first[:, i::4].flatten(), minlength=VOCAB)
         chi_square(hits, one.probabilities(backend_device), false_alarm=FALSE_ALARM / 4)
-    assert torch.equal(run()[:1000], first)
+    assert torch.equal(run(200), first[:200])
 
 
 def test_graphed_draws_of_mixed_rows(backend_device: BackendDevice) -> None:

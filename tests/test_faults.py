@@ -661,10 +661,12 @@ def test_two_tables_share_scratch(backend_device: BackendDevice) -> None:
 
     Each has to give what it gives alone.
     """
-    rounds = 1000 if backend_device.device.type == "cuda" else 60
+    on_gpu = backend_device.device.type == "cuda"
+    rounds = 1000 if on_gpu else 60
     vocab = 3000
 
-    def steps(number: int, together: threading.Barrier | None) -> torch.Tensor:
+    def stepper(number: int) -> Callable[[], torch.Tensor]:
+        """Makes a table and its sampler; the function returned steps them for all records."""
         generator = torch.Generator().manual_seed(number)
         logits = torch.randn(8, vocab, generator=generator).to(backend_device.device)
         table = RequestTable(8, vocab, device=backend_device.device)
@@ -675,30 +677,35 @@ def test_two_tables_share_scratch(backend_device: BackendDevice) -> None:
         slots = torch.arange(8, dtype=torch.int32, device=backend_device.device)
         records = torch.empty(rounds, 8, table.layout.output_words, dtype=torch.int32)
         records = records.to(backend_device.device)
-        if together:
-            together.wait()
-        for record in records:
-            record.copy_(sampler(logits, slots).record)
-        return records.cpu()
 
-    alone = [steps(number, None) for number in (1, 2)]
+        def steps() -> torch.Tensor:
+            for record in records:
+                record.copy_(sampler(logits, slots).record)
+            return records.cpu()
+
+        return steps
+
+    alone = [stepper(number)() for number in (1, 2)]
+    # Captures are made before the threads start: only the replays are to overlap.
+    steppers = [stepper(number) for number in (1, 2)]
+    if on_gpu:
+        torch.cuda.synchronize()
     results: dict[int, torch.Tensor] = {}
     barrier = threading.Barrier(2)
 
-    def run(number: int) -> None:
-        if backend_device.device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                results[number] = steps(number, barrier)
-        else:
-            results[number] = steps(number, barrier)
+    def run(index: int) -> None:
+        stream = torch.cuda.Stream(backend_device.device) if on_gpu else None
+        with torch.cuda.stream(stream):  # nothing where it is None
+            barrier.wait()
+            results[index] = steppers[index]()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for number in (1, 2):
-        assert torch.equal(results[number], alone[number - 1])
+    for index in range(2):
+        assert torch.equal(results[index], alone[index])
 
 
 @EAGER_AND_GRAPHED
