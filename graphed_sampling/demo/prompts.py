@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from transformers import PreTrainedTokenizerBase
+
 from graphed_sampling import SamplingParams
 from graphed_sampling.demo.engine import Request
-from graphed_sampling.demo.tokenizer import ChatTokenizer
 
 
-def builtin_requests(tokenizer: ChatTokenizer, *, max_tokens: int) -> list[Request]:
+def builtin_requests(tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> list[Request]:
     return [
         make_request(tokenizer, title, prompt, params, max_tokens=max_tokens)
         for title, prompt, params in _builtin(tokenizer)
@@ -18,29 +19,39 @@ def builtin_requests(tokenizer: ChatTokenizer, *, max_tokens: int) -> list[Reque
 
 
 def make_request(
-    tokenizer: ChatTokenizer, title: str, prompt: str, params: SamplingParams, *, max_tokens: int
+    tokenizer: PreTrainedTokenizerBase,
+    title: str,
+    prompt: str,
+    params: SamplingParams,
+    *,
+    max_tokens: int,
 ) -> Request:
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+    )
     limit = max(max_tokens, params.min_tokens)
     # Every request asks for its tokens' logprobs: the closing table shows their mean.
     params = replace(params, max_tokens=limit, logprobs=params.logprobs or 0)
-    return Request(
-        title=title, prompt=prompt, prompt_token_ids=tokenizer.encode_chat(prompt), params=params
-    )
+    return Request(title=title, prompt=prompt, prompt_token_ids=ids, params=params)
 
 
-def _builtin(tokenizer: ChatTokenizer) -> list[tuple[str, str, SamplingParams]]:
+def _builtin(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str, SamplingParams]]:
     """Title, prompt and parameters.
 
     The model is small: prompts whose greedy answer is fluent were preferred.
     """
 
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
     def forms(*words: str) -> tuple[tuple[int, ...], ...]:
         """The ids of each word: inside a sentence and at the start of a text, small and capital."""
         texts = (space + form for w in words for space in (" ", "") for form in (w, w.capitalize()))
-        return tuple(tuple(tokenizer.encode(text)) for text in texts)
+        return tuple(tuple(encode(text)) for text in texts)
 
     def first_ids(*texts: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode(text)[0] for text in texts)
+        return tuple(encode(text)[0] for text in texts)
 
     greedy = SamplingParams(temperature=0.0)
     twin = SamplingParams(temperature=0.7, top_p=0.9, seed=5)

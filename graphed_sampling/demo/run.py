@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,14 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
-from graphed_sampling import SamplingParams, backends
+from graphed_sampling import RequestTable, Sampler, SamplingParams, backends
 from graphed_sampling.demo import screen
-from graphed_sampling.demo.checkpoint import Checkpoint, find_model
 from graphed_sampling.demo.engine import Engine, Generation, Request
-from graphed_sampling.demo.llama import Llama
+from graphed_sampling.demo.model import SlottedModel, find_model, load_network, load_tokenizer
 from graphed_sampling.demo.prompts import builtin_requests, make_request
-from graphed_sampling.demo.tokenizer import ChatTokenizer
 
 
 class OptionError(Exception):
@@ -49,31 +49,28 @@ def run_demo(options: Options) -> list[Generation]:
     """
     device = _pick_device(options.device)
     backend = _pick_backend(options.backend, device)
-    console = screen.new_console(plain=options.plain)
+    plain = options.plain
+    console = screen.new_console(plain=plain)
     began = time.perf_counter()
-    console.print("Reading the model, SmolLM2-135M-Instruct ...")
-    checkpoint = Checkpoint(find_model())
-    tokenizer = ChatTokenizer(checkpoint.vocabulary())
+    path = find_model()
+    # The first sampler here compiles for about a minute. A daemon: an interrupt need not wait.
+    table = RequestTable(1, 1, device=device)
+    warm_up = threading.Thread(target=Sampler, args=(table, backend), daemon=True)
+    warm_up.start()
+    with screen.stage("Reading the tokenizer of SmolLM2-135M-Instruct", console, plain=plain):
+        tokenizer = load_tokenizer(path)
     requests = _requests(tokenizer, options)
     requests = _leave_out_refused(requests, backend, device, console)
-    config = checkpoint.config()
+    with screen.stage("Reading the weights, which takes longer", console, plain=plain):
+        network = load_network(path, device)
+    if warm_up.is_alive():
+        with screen.stage("Compiling the sampler, on its first use here", console, plain=plain):
+            warm_up.join()
     capacity = max((request.max_length for request in requests), default=1)
-    if capacity > config.context_length:
-        raise OptionError(
-            f"a prompt and its answer take {capacity} tokens: the model has {config.context_length}"
-        )
-    tensors = screen.with_progress(
-        checkpoint.tensors(), checkpoint.num_tensors, console, plain=options.plain
-    )
-    model = Llama(
-        config,
-        tensors,
-        num_slots=options.slots,
-        capacity=capacity,
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-    )
-    console.print("Preparing the sampler; its first use here compiles, which may take a minute ...")
+    try:
+        model = SlottedModel(network, num_slots=options.slots, capacity=capacity)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
     engine = Engine(
         model,
         num_slots=options.slots,
@@ -87,7 +84,7 @@ def run_demo(options: Options) -> list[Generation]:
         soft_wrap=True,
     )
     began = time.perf_counter()
-    generations = _answer(requests, engine, tokenizer, console, plain=options.plain)
+    generations = _answer(requests, engine, tokenizer, console, plain=plain)
     seconds = time.perf_counter() - began
     screen.print_summary(console, generations)
     screen.print_totals(console, engine, len(generations), seconds)
@@ -97,7 +94,7 @@ def run_demo(options: Options) -> list[Generation]:
 def _answer(
     requests: Sequence[Request],
     engine: Engine,
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     console: Console,
     *,
     plain: bool,
@@ -132,7 +129,7 @@ def _pick_backend(name: str, device: torch.device) -> str:
         raise OptionError(str(error)) from error
 
 
-def _requests(tokenizer: ChatTokenizer, options: Options) -> list[Request]:
+def _requests(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Request]:
     if not options.prompts:
         return builtin_requests(tokenizer, max_tokens=options.max_tokens)
     return [

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
-from typing import TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import track
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from graphed_sampling import SamplingParams
 from graphed_sampling.demo.engine import Engine, Generation
-from graphed_sampling.demo.tokenizer import ChatTokenizer
 
 PLAIN_WIDTH = 110  # of tables and lines where there is no terminal to ask
 TOPS_SHOWN = 3  # steps whose best tokens are shown, of a request that asked for them
-
-T = TypeVar("T")
 
 
 class Screen:
@@ -30,7 +28,9 @@ class Screen:
     plain: finished answers only, without colour; so it is, too, where there is no terminal.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, console: Console, *, plain: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, console: Console, *, plain: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._console = console
         self._live: Live | None = None
@@ -51,7 +51,7 @@ class Screen:
             self._live.update(self._running_table(engine))
 
     def show_answer(self, generation: Generation) -> None:
-        answer = self._tokenizer.decode(generation.token_ids)
+        answer = self.decode(generation.token_ids)
         tops = self._top_logprobs(generation)
         title = f"{generation.request.title}: {short_params(generation.request.params)}"
         facts = f"{len(generation.token_ids)} tokens, {generation.finish_reason.name}"
@@ -67,13 +67,18 @@ class Screen:
             Panel(Group(*body), title=Text(title), title_align="left", subtitle=facts)
         )
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text so far, without special tokens and without a last character's first bytes."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text.rstrip("\ufffd")
+
     def _running_table(self, engine: Engine) -> RenderableType:
         table = Table(expand=True, box=None, show_header=False, padding=(0, 1))
         table.add_column(width=15, no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True)
         width = max(self._console.width - 20, 1)
         for generation in engine.running:
-            text = self._tokenizer.decode(generation.token_ids).replace("\n", " ")
+            text = self.decode(generation.token_ids).replace("\n", " ")
             table.add_row(generation.request.title, Text(text[-width:]))
         totals = engine.totals
         state = (
@@ -86,8 +91,7 @@ class Screen:
         return [
             f"token {step}: "
             + "  ".join(
-                f"{self._tokenizer.decode([token])!r} {math.exp(logprob):.1%}"
-                for token, logprob in best
+                f"{self.decode([token])!r} {math.exp(logprob):.1%}" for token, logprob in best
             )
             for step, best in enumerate(generation.top_logprobs[:TOPS_SHOWN], start=1)
         ]
@@ -100,11 +104,17 @@ def new_console(*, plain: bool) -> Console:
     return console
 
 
-def with_progress(items: Iterable[T], count: int, console: Console, *, plain: bool) -> Iterable[T]:
-    """Pass the tensors of the model on, and show how many there have been."""
+@contextmanager
+def stage(text: str, console: Console, *, plain: bool) -> Iterator[None]:
+    """Say what is being waited for: on a terminal beside a clock, while it lasts."""
     if plain or not console.is_terminal:
-        return items
-    return track(items, "Weights", total=count, console=console, transient=True)
+        console.print(f"{text} ...", soft_wrap=True)
+        yield
+        return
+    columns = (SpinnerColumn(), "{task.description} ...", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(text, total=None)
+        yield
 
 
 def print_summary(console: Console, generations: Sequence[Generation]) -> None:
