@@ -57,7 +57,6 @@ _Z_MIN = -64.0  # 2^-64 of the maximum: its mass is 0, as is everything's below 
 _BANNED = -(2**31)
 _MAGNITUDE = 0x7FFFFFFF
 _INF_BITS = 0x7F800000
-_NEG_INF_KEY = -_INF_BITS - 1
 
 # Adding 1.5 * 2^52 rounds a float64 of magnitude below 2^51 to an integer, ties to even, and
 # leaves that integer in the low bits: rint and the conversion in one addition.
@@ -163,7 +162,7 @@ def workspace_bytes(vocab_size: int) -> int:
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    """A function of these kernels; only the entries are cached, and hold the rest inlined."""
+    """A function of these kernels. Only the entry is cached: it contains all that it calls."""
     return njit(nogil=True, error_model="numpy")(function)
 
 
@@ -200,7 +199,6 @@ _float32 = _bitcast("_float32", types.int32, types.float32, ir.FloatType())
 
 
 def _count_trailing_zeros(_context: Any, value: Any) -> Any:
-
     def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
