@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from graphed_sampling import RequestTable, Sampler, SamplingParams, backends
+from graphed_sampling import SamplingParams, backends
 from graphed_sampling.demo import screen
 from graphed_sampling.demo.engine import Engine, Generation, Request
 from graphed_sampling.demo.model import SlottedModel, find_model, load_network, load_tokenizer
@@ -53,31 +52,27 @@ def run_demo(options: Options) -> list[Generation]:
     console = screen.new_console(plain=plain)
     began = time.perf_counter()
     path = find_model()
-    # The first sampler here compiles for about a minute. A daemon: an interrupt need not wait.
-    table = RequestTable(1, 1, device=device)
-    warm_up = threading.Thread(target=Sampler, args=(table, backend), daemon=True)
-    warm_up.start()
-    with screen.stage("Reading the tokenizer of SmolLM2-135M-Instruct", console, plain=plain):
+    with screen.stage("Reading SmolLM2-135M-Instruct: the tokenizer", console, plain=plain):
         tokenizer = load_tokenizer(path)
     requests = _requests(tokenizer, options)
     requests = _leave_out_refused(requests, backend, device, console)
-    with screen.stage("Reading the weights, which takes longer", console, plain=plain):
+    text = "Reading SmolLM2-135M-Instruct: the weights, which takes about half a minute"
+    with screen.stage(text, console, plain=plain):
         network = load_network(path, device)
-    if warm_up.is_alive():
-        with screen.stage("Compiling the sampler, on its first use here", console, plain=plain):
-            warm_up.join()
     capacity = max((request.max_length for request in requests), default=1)
     try:
         model = SlottedModel(network, num_slots=options.slots, capacity=capacity)
     except ValueError as error:
         raise OptionError(str(error)) from error
-    engine = Engine(
-        model,
-        num_slots=options.slots,
-        eos_token_ids=[tokenizer.eos_token_id],
-        backend=backend,
-        seed=options.seed,
-    )
+    text = "Preparing the sampler; its first use here compiles, which takes about a minute"
+    with screen.stage(text, console, plain=plain):
+        engine = Engine(
+            model,
+            num_slots=options.slots,
+            eos_token_ids=[tokenizer.eos_token_id],
+            backend=backend,
+            seed=options.seed,
+        )
     console.print(
         f"Ready after {time.perf_counter() - began:.1f} s: {len(requests)} requests for "
         f"{options.slots} slots, model on {device}, sampler backend {backend}\n",
