@@ -12,9 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, ops
+from graphed_sampling import ops
 from graphed_sampling.params import as_int
-from graphed_sampling.sampler import StepInputs, StepOutput, new_output, new_scratch
+from graphed_sampling.sampler import StepInputs, StepOutput, TableStep
 from graphed_sampling.table import RequestTable, device_guard
 
 _WARM_UP_STEPS: Final = 2
@@ -81,11 +81,8 @@ class GraphedSampler:
             raise ValueError(
                 f"logits_width = {logits_width} is not accepted: it must be {accepted}"
             )
-        self.backend = backends.resolve(backend, table.device)
-        module = backends.module(self.backend)
-        table.register_refusals(self, self.backend, module.REFUSES)
-        module.warm_up(table.layout)
-        self._layout = table.layout.to_ints()
+        self._step = TableStep(self, table, backend)
+        self.backend = self._step.backend
         self._uses_graphs = self.device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -103,8 +100,7 @@ class GraphedSampler:
                 [[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.int32, device=self.device
             )
             self._given_now = 0
-            self._output = new_output(table, rows)
-            self._scratch = new_scratch(table, self.backend, rows)
+            self._step.reserve(rows)
             self._outputs: dict[int, StepOutput] = {}
             captures: tuple[BucketCapture, ...] = ()
             if self._uses_graphs:
@@ -147,10 +143,10 @@ class GraphedSampler:
                 self._replay(logits, slots, grammar_bitmask, words, bucket)
         else:
             self.table.upload()
-            self._step(logits, slots, n, grammar_bitmask, words, None)
+            self._step(logits, slots, grammar_bitmask, words)
         output = self._outputs.get(n)
         if output is None:
-            output = StepOutput(self._output.record[:n], self.table.layout)
+            output = StepOutput(self._step.output.record[:n], self.table.layout)
             self._outputs[n] = output
         return output
 
@@ -182,36 +178,11 @@ class GraphedSampler:
             self._given_now = given
         self._graphs[bucket].replay()
 
-    def _step(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        rows: int,
-        grammar_bitmask: Tensor | None,
-        words: Tensor | None,
-        given: Tensor | None,
-    ) -> None:
-        torch.ops.graphed_sampling.sample_step(
-            logits,
-            slots,
-            self.table.params,
-            self.table.state,
-            self.table.tables,
-            self._output.record,
-            self._scratch,
-            self._layout,
-            self.backend,
-            grammar_bitmask=grammar_bitmask,
-            words=words,
-            given=given,
-        )
-
     def _step_of_bucket(self, rows: int) -> None:
         inputs = self._inputs
         self._step(
             self._logits[:rows],
             inputs.slots[:rows],
-            rows,
             inputs.grammar_bitmask[:rows],
             inputs.words[:rows],
             self._given,

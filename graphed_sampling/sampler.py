@@ -188,6 +188,49 @@ class StepInputs:
         return ring
 
 
+class TableStep:
+    """The op `sample_step` bound to a table and a backend, with the memory that it writes to.
+
+    owner: the sampler, for whose lifetime the table refuses what the backend lacks.
+    """
+
+    def __init__(self, owner: object, table: RequestTable, backend: str) -> None:
+        self.table = table
+        self.backend = backends.resolve(backend, table.device)
+        module = backends.module(self.backend)
+        table.register_refusals(owner, self.backend, module.REFUSES)
+        module.warm_up(table.layout)
+        self._layout = table.layout.to_ints()
+
+    def reserve(self, rows: int) -> None:
+        """Make room for steps of up to `rows` rows, at new addresses."""
+        self.output = new_output(self.table, rows)
+        self._scratch = new_scratch(self.table, self.backend, rows)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        grammar_bitmask: Tensor | None,
+        words: Tensor | None,
+        given: Tensor | None = None,
+    ) -> None:
+        torch.ops.graphed_sampling.sample_step(
+            logits,
+            slots,
+            self.table.params,
+            self.table.state,
+            self.table.tables,
+            self.output.record,
+            self._scratch,
+            self._layout,
+            self.backend,
+            grammar_bitmask=grammar_bitmask,
+            words=words,
+            given=given,
+        )
+
+
 class Sampler:
     """Steps a table eagerly, on the current stream; never synchronises.
 
@@ -198,11 +241,8 @@ class Sampler:
 
     def __init__(self, table: RequestTable, backend: str = "auto") -> None:
         self.table = table
-        self.backend = backends.resolve(backend, table.device)
-        module = backends.module(self.backend)
-        table.register_refusals(self, self.backend, module.REFUSES)
-        module.warm_up(table.layout)
-        self._layout = table.layout.to_ints()
+        self._step = TableStep(self, table, backend)
+        self.backend = self._step.backend
         self._reserve(table.max_requests)
 
     def __call__(
@@ -238,22 +278,9 @@ class Sampler:
             if grammar_bitmask is not None and grammar_bitmask.device != logits.device:
                 inputs.set_grammar_bitmask(grammar_bitmask)
                 grammar_bitmask = inputs.grammar_bitmask[:rows]
-            torch.ops.graphed_sampling.sample_step(
-                logits,
-                slots,
-                self.table.params,
-                self.table.state,
-                self.table.tables,
-                self._output.record,
-                self._scratch,
-                self._layout,
-                self.backend,
-                grammar_bitmask=grammar_bitmask,
-                words=words,
-            )
-        return StepOutput(self._output.record[:rows], self.table.layout)
+            self._step(logits, slots, grammar_bitmask, words)
+        return StepOutput(self._step.output.record[:rows], self.table.layout)
 
     def _reserve(self, rows: int) -> None:
         self._inputs = StepInputs(self.table, rows)
-        self._output = new_output(self.table, rows)
-        self._scratch = new_scratch(self.table, self.backend, rows)
+        self._step.reserve(rows)
