@@ -1,0 +1,62 @@
+"""What the documentation shows runs, and what it lists is what there is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from graphed_sampling import RequestTable, SamplingParams, backends
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+needs_sources = pytest.mark.skipif(not README.is_file(), reason="the sources are not here")
+
+
+@needs_sources
+def test_the_readme_s_code_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), {})
+
+
+@needs_sources
+def test_the_readme_lists_every_parameter_with_its_default() -> None:
+    table = README.read_text().split("## Parameters of a request")[1].split("## ")[0]
+    defaults: dict[str, str] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = re.findall(r"`(\w+)`", cells[0]) if line.startswith("| `") else []
+        values = [v.strip() for v in cells[1].split(",")] if names else []
+        defaults |= dict(zip(names, values * (len(names) // max(len(values), 1)), strict=True))
+    params = SamplingParams()
+    assert set(defaults) == {f.name for f in fields(params)}
+    for name, shown in defaults.items():
+        value = getattr(params, name)
+        expected = {"()": "[]"}.get(repr(value), repr(value)).replace("'", '"')
+        assert shown == expected, name
+
+
+@needs_sources
+def test_the_readme_lists_every_backend() -> None:
+    table = README.read_text().split("## Backends")[1].split("## ")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(backends.NAMES)
+    for name in backends.NAMES:
+        row = re.search(rf"^\| `{name}` .*$", table, re.MULTILINE)
+        assert row is not None
+        refuses = row.group().split("|")[4].strip()
+        assert refuses == (", ".join(sorted(backends.module(name).REFUSES)) or "nothing")
+
+
+@needs_sources
+def test_the_sizes_in_the_documentation_are_those_of_a_default_table() -> None:
+    sizes = RequestTable(1, 128256, device="cpu").bytes_per_slot
+    text = (ROOT / "docs" / "engines.md").read_text()
+    assert f"({sizes['params']:,} bytes" in text
+    assert f"state record ({sizes['state']})" in text
+    assert sizes["allowed_bits"] == 128256 // 8
+    assert sizes["prompt_bits"] + sizes["output_bits"] == 128256 // 4
+    assert sizes["counts"] == 4 * 128256
