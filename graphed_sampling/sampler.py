@@ -117,6 +117,7 @@ class StepInputs:
         self._checked_slots = b""
         self._checked_tenancy = -1
         self._uploaded_slots: tuple[bytes, int] | None = None
+        self._slot_views: dict[int, Tensor] = {}
 
     def check(
         self, logits: Tensor, slots: Tensor, grammar_bitmask: Tensor | None, words: Tensor | None
@@ -146,7 +147,9 @@ class StepInputs:
         """Bring slots to the first rows of `self.slots`; the rest, up to `rows`, is padding."""
         count = slots.shape[0]
         if slots.device == self.slots.device:
-            self.slots[:count].copy_(slots)
+            if count not in self._slot_views:  # a slice costs as much as the copy's launch
+                self._slot_views[count] = self.slots[:count]
+            self._slot_views[count].copy_(slots)
             if rows > count:
                 self.slots[count:rows].fill_(-1)
             self._uploaded_slots = None
