@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -633,6 +636,88 @@ def test_it_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CPU only" in cpu.unusable(torch.device("cuda"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cpu.unusable(torch.device("cpu")) == "numba is not installed"
+
+
+def run_python(code: str, **env: str) -> str:
+    """What a fresh process prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_numba_that_does_not_import(tmp_path: Path) -> None:
+    (tmp_path / "numba").mkdir()
+    error = "Numba needs NumPy 1.9 or less.\\nGot NumPy 2.0."
+    (tmp_path / "numba" / "__init__.py").write_text(
+        f"print('tried', flush=True)\nraise ImportError('{error}')\n"
+    )
+    code = (
+        "import torch\n"
+        "from graphed_sampling import backends\n"
+        "from graphed_sampling.backends import cpu\n"
+        "assert cpu.unusable(torch.device('cuda')) == 'it runs on the CPU only'\n"
+        "print('imported')\n"
+        "print(backends.resolve('auto', torch.device('cpu')))\n"
+        "print(cpu.unusable(torch.device('cpu')))\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    reason = "numba does not import: ImportError: Numba needs NumPy 1.9 or less. Got NumPy 2.0."
+    assert run_python(code, PYTHONPATH=path).splitlines() == [
+        "imported",
+        "tried",
+        "torch",
+        reason,
+    ]
+
+
+def test_imported_and_stepped_under_other_defaults_of_torch() -> None:
+    """The backend's own tensors are on the CPU, whatever the default device and type are."""
+    code = """
+import torch
+torch.set_default_device("meta")
+torch.set_default_dtype(torch.bfloat16)
+from graphed_sampling.backends import cpu
+torch.set_default_device(None)
+torch.set_default_dtype(torch.float32)
+from graphed_sampling.params import SamplingParams
+from graphed_sampling.table import RequestTable
+
+def step():
+    table = RequestTable(2, 100, device="cpu")
+    for _ in range(2):
+        table.admit(SamplingParams(seed=7, top_p=0.9, logprobs=3, repetition_penalty=1.2), [1, 2])
+    table.upload()
+    logits = torch.linspace(-3, 3, 200).view(2, 100)
+    output = torch.zeros(2, table.layout.output_words, dtype=torch.int32)
+    slots, nothing = torch.arange(2, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+
+    def inner():
+        cpu._kernels.cache_clear()
+        cpu.warm_up(table.layout)
+        cpu.sample_step(
+            logits, slots, table.params, table.state, table.tables, output, nothing, table.layout,
+            grammar_bitmask=None, words=None, given=None,
+        )
+        order = cpu.canonical_order(100)
+        assert (order.device.type, order.dtype) == ("cpu", torch.int64)
+        return output
+
+    return inner
+
+expected = step()()
+assert expected.any()
+for device in ("cpu", "meta"):
+    for dtype in (torch.float64, torch.bfloat16):
+        inner = step()
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            output = inner()
+        torch.set_default_dtype(torch.float32)
+        assert torch.equal(output, expected), (device, dtype)
+"""
+    run_python(code)
 
 
 def test_codes_compiled_from_other_offsets_are_compiled_anew(

@@ -2,12 +2,14 @@
 
 The kernels (cpu_kernels.py) run without the GIL on threads of one pool; numba's own threading is
 not used, since its default layer must not be entered from two threads at once. Rows are
-independent, so the number of threads decides nothing. numba is imported with the first step.
+independent, so the number of threads decides nothing. numba is imported when the backend is first
+considered for a table on the CPU.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import os
@@ -39,11 +41,21 @@ def unusable(device: torch.device) -> str:
         return "it runs on the CPU only"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
+    return _numba_error()
+
+
+@functools.cache
+def _numba_error() -> str:
+    """Why numba, which is installed, does not import: a numpy that it does not know yet, say."""
+    try:
+        importlib.import_module("numba")
+    except Exception as error:
+        return " ".join(f"numba does not import: {type(error).__name__}: {error}".split())
     return ""
 
 
 def canonical_order(vocab_size: int) -> Tensor:
-    return torch.arange(vocab_size)
+    return torch.arange(vocab_size, device="cpu")
 
 
 def scratch_words(layout: TableLayout, rows: int) -> int:
@@ -105,8 +117,8 @@ def warm_up(layout: TableLayout) -> None:
 
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # cpu_kernels.FLOAT32, ...
-_EMPTY_INT32 = torch.empty(0, dtype=torch.int32)
-_EMPTY_INT64 = torch.empty(0, dtype=torch.int64)
+_EMPTY_INT32 = torch.empty(0, dtype=torch.int32, device="cpu")
+_EMPTY_INT64 = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _flat_rows(matrix: Tensor) -> tuple[Tensor, int]:
@@ -146,7 +158,7 @@ def _step_nothing(kernels: ModuleType) -> int:
     layout = TableLayout(1, 1, 0, 0, 0, 0, 0, 0, 0)
     empty = _EMPTY_INT32.numpy()
     digest: int = kernels.step_rows(
-        0, 0, torch.empty(0, dtype=torch.uint8).numpy(), 0, 0, empty, empty, empty, empty, empty,
+        0, 0, np.empty(0, np.uint8), 0, 0, empty, empty, empty, empty, empty,
         empty, 0, _EMPTY_INT64.numpy(), _sizes(layout), _buffer(0),
     )  # fmt: skip
     return digest
