@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphed_sampling import ops
+from graphed_sampling.eager import never_compiled
 from graphed_sampling.params import as_int
 from graphed_sampling.sampler import StepInputs, StepOutput, TableStep
 from graphed_sampling.table import RequestTable, device_guard
@@ -112,11 +113,15 @@ class GraphedSampler:
 
     def logits_buffer(self, n: int) -> Tensor:
         """[n, logits_width]: the input buffer that the graphs read. An LM head that writes its
-        logits there spares the copy that other logits cost (a read and a write of them all).
+        logits there, under no_grad, spares the copy that others cost (a read and a write of all).
         """
+        if as_int("n", n, "an integer >= 0") < 0:
+            raise ValueError(f"n = {n} is not accepted: it must be an integer >= 0")
         self._bucket_of(n)
-        return self._logits[:n]
+        # Detached: what autograd notes of a write to it must not stay with the buffer.
+        return self._logits.detach()[:n]
 
+    @never_compiled
     def __call__(
         self,
         logits: Tensor,
@@ -129,16 +134,19 @@ class GraphedSampler:
 
         The returned views are valid until this sampler's next call.
         """
+        self._inputs.check(logits, slots, grammar_bitmask, words)
         if logits.dtype != self.logits_dtype:
             raise ValueError(f"logits have dtype {logits.dtype}: captured was {self.logits_dtype}")
-        self._inputs.check(logits, slots, grammar_bitmask, words)
         n = logits.shape[0]
         if logits.shape[1] > self.logits_width:
             raise ValueError(
                 f"logits have {logits.shape[1]} columns: captured were {self.logits_width}"
             )
         bucket = self._bucket_of(n)
+        if logits.requires_grad:
+            logits = logits.detach()  # nothing here is differentiable
         if self._uses_graphs:
+            self._check_overlap(logits)
             with device_guard(self.device):
                 self._replay(logits, slots, grammar_bitmask, words, bucket)
         else:
@@ -163,11 +171,8 @@ class GraphedSampler:
             return
         self.table.upload()
         self._inputs.set_slots(slots, bucket)
-        buffer = self._logits
-        if logits.data_ptr() != buffer.data_ptr() or (
-            n > 1 and logits.stride(0) != buffer.stride(0)
-        ):
-            buffer[:n, : logits.shape[1]].copy_(logits)
+        if not self._is_buffer(logits):
+            self._logits[:n, : logits.shape[1]].copy_(logits)
         if grammar_bitmask is not None:
             self._inputs.set_grammar_bitmask(grammar_bitmask)
         if words is not None:
@@ -177,6 +182,19 @@ class GraphedSampler:
             self._given.copy_(self._given_choices[given])
             self._given_now = given
         self._graphs[bucket].replay()
+
+    def _is_buffer(self, logits: Tensor) -> bool:
+        """Whether logits are rows of the input buffer, from its first one on."""
+        same_rows = logits.shape[0] == 1 or logits.stride(0) == self._logits.stride(0)
+        return logits.data_ptr() == self._logits.data_ptr() and same_rows
+
+    def _check_overlap(self, logits: Tensor) -> None:
+        start = self._logits.data_ptr()
+        end = start + self._logits.numel() * self._logits.element_size()
+        if start <= logits.data_ptr() < end and not self._is_buffer(logits):
+            raise ValueError(
+                "logits are a part of the sampler's own buffer: they must be logits_buffer(n)"
+            )
 
     def _step_of_bucket(self, rows: int) -> None:
         inputs = self._inputs
@@ -228,6 +246,8 @@ class GraphedSampler:
 
 
 def _check_buckets(row_buckets: Sequence[int] | None, max_requests: int) -> tuple[int, ...]:
+    if row_buckets is not None and not isinstance(row_buckets, Iterable):
+        raise ValueError(f"row_buckets = {row_buckets!r} is not accepted: integers >= 1")
     if row_buckets is None:
         powers = [2**i for i in range(max_requests.bit_length()) if 2**i < max_requests]
         return (*powers, max_requests)

@@ -140,6 +140,8 @@ class TableLayout:
 
     @classmethod
     def from_ints(cls, values: list[int]) -> TableLayout:
+        if len(values) != len(fields(cls)) or values[-1] not in (0, 1):
+            raise ValueError(f"layout = {values} is not what TableLayout.to_ints() gives")
         return cls(*values)
 
     # The parameter record: header, then the lists at their full capacity. Bad words are rows of

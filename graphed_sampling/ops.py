@@ -10,6 +10,8 @@ Native implementations, where they were built, replace the Python ones of their 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,7 @@ def _last_dimension_is_contiguous(matrix: Tensor) -> bool:
 
 def check_logits(logits: Tensor, vocab_size: int) -> None:
     """ValueError unless logits are [n, >= vocab_size], of a known dtype, last stride 1."""
+    _check_tensor("logits", logits)
     if not (logits.dim() == 2 and logits.shape[1] >= vocab_size):
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}: they must be [n, >= {vocab_size}]"
@@ -72,6 +75,7 @@ def check_vector(
     name: str, tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """ValueError unless tensor is [rows] of the dtype, on the device where one is named."""
+    _check_tensor(name, tensor)
     if not (tensor.shape == (rows,) and tensor.dtype == dtype):
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} [{rows}]"
@@ -82,6 +86,7 @@ def check_vector(
 
 def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
     """ValueError unless bitmask is int32 [rows, >= bitmap_words], last stride 1."""
+    _check_tensor("grammar_bitmask", bitmask)
     if not (
         bitmask.dim() == 2
         and bitmask.shape[0] == rows
@@ -93,6 +98,11 @@ def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
             f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
             f"[{rows}, >= {bitmap_words}] with a contiguous last dimension"
         )
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is {type(value).__name__}: it must be a torch.Tensor")
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -316,6 +326,16 @@ def _philox_words_fake(seed: Tensor, position: Tensor, stream: int = 0) -> Tenso
     return torch.empty_like(seed)
 
 
+def _sample_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The raw logprobs of drawn tokens have a gradient, but this op does not compute it: training
+    # must not take it for zero.
+    ctx.mark_non_differentiable(*output)
+
+
+def _sample_backward(ctx: Any, *_gradients: Tensor) -> tuple[None, ...]:
+    return (None,) * 8
+
+
 # Plain torch operations serve every device; native implementations are registered for one device
 # and take precedence there.
 _LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
@@ -326,4 +346,7 @@ torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRA
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
+torch.library.register_autograd(
+    "graphed_sampling::sample", _sample_backward, setup_context=_sample_context, lib=_LIBRARY
+)
 load_native()

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, NoReturn, cast
 
 import numpy as np
+import torch
 
 from graphed_sampling import philox
 
@@ -50,7 +51,7 @@ def _fail(name: str, value: object, accepted: str) -> NoReturn:
 
 def as_int(name: str, value: object, accepted: str) -> int:
     """`value` as an int; bools, floats and everything that is no integer raise ValueError."""
-    if isinstance(value, bool | np.bool_):
+    if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool:
         _fail(name, value, accepted)
     try:
         return operator.index(cast(Any, value))
@@ -78,11 +79,18 @@ def _as_float(name: str, value: object, accepted: str) -> float:
     return number
 
 
-def _as_ids(name: str, value: object) -> tuple[int, ...]:
-    accepted = "a sequence of token ids >= 0"
+def _elements(name: str, value: object, accepted: str) -> list[object]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         _fail(name, value, accepted)
-    ids = tuple(as_int(f"{name}[{i}]", v, "a token id >= 0") for i, v in enumerate(value))
+    try:
+        return list(value)
+    except TypeError:  # arrays without a dimension say that they can be iterated over
+        _fail(name, value, accepted)
+
+
+def _as_ids(name: str, value: object) -> tuple[int, ...]:
+    elements = _elements(name, value, "a sequence of token ids >= 0")
+    ids = tuple(as_int(f"{name}[{i}]", v, "a token id >= 0") for i, v in enumerate(elements))
     for i, token_id in enumerate(ids):
         if token_id < 0:
             _fail(f"{name}[{i}]", token_id, "a token id >= 0")
@@ -175,7 +183,8 @@ class SamplingParams:
             self._check_int("seed", "None or in [-2**63, 2**64 - 1]", low=low, high=high)
         if self.logprobs is not None:
             self._check_int("logprobs", "None or >= 0", low=0)
-        if self.logprobs_mode not in ("raw", "processed"):
+        mode: object = self.logprobs_mode
+        if not isinstance(mode, str) or mode not in ("raw", "processed"):
             _fail("logprobs_mode", self.logprobs_mode, "'raw' or 'processed'")
         self._set("logprob_token_ids", _as_ids("logprob_token_ids", self.logprob_token_ids))
         self._check_bool("rank")
@@ -189,9 +198,10 @@ class SamplingParams:
 
         Without a seed the child has none either, and draws its own at admission.
         """
-        index = as_int("index", index, "an integer >= 0")
-        if index < 0:
-            _fail("index", index, "an integer >= 0")
+        accepted = "an integer in [0, 2**64)"
+        index = as_int("index", index, accepted)
+        if not 0 <= index < 2**64:
+            _fail("index", index, accepted)
         if self.seed is None:
             return self
         return replace(self, seed=philox.word(self.seed, index, philox.Stream.CHILD_SEED))
@@ -263,10 +273,8 @@ class SamplingParams:
 
     def _checked_bad_words(self) -> tuple[tuple[int, ...], ...]:
         accepted = "a sequence of non-empty sequences of token ids"
-        value: object = self.bad_words_ids
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-            _fail("bad_words_ids", value, accepted)
-        words = tuple(_as_ids(f"bad_words_ids[{i}]", w) for i, w in enumerate(value))
+        elements = _elements("bad_words_ids", self.bad_words_ids, accepted)
+        words = tuple(_as_ids(f"bad_words_ids[{i}]", w) for i, w in enumerate(elements))
         for i, ids in enumerate(words):
             if not ids:
                 _fail(f"bad_words_ids[{i}]", ids, "a non-empty sequence of token ids")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from graphed_sampling import backends, ops
+from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import Output, TableLayout
-from graphed_sampling.staging import PinnedRing, StagingStats
+from graphed_sampling.staging import PinnedRing
 from graphed_sampling.table import RequestTable, device_guard
 
 _RING_DEPTH: Final = 4
@@ -20,7 +21,8 @@ _RING_DEPTH: Final = 4
 class StepOutput:
     """The outputs of one step: device views of one packed record per logits row.
 
-    record: int32 [n, output_words], one copy of which takes everything to the host.
+    record: int32 [n, output_words]. One copy of it takes everything to the host, where
+    `StepOutput(record.cpu(), table.layout)` names its parts again.
     """
 
     def __init__(self, record: Tensor, layout: TableLayout) -> None:
@@ -44,7 +46,7 @@ class StepOutput:
 
     @cached_property
     def num_kept(self) -> Tensor:
-        """int32 [n]: survivors where a filter is on, 1 for greedy rows, 0 otherwise."""
+        """int32 [n]: survivors where a filter is on, 1 for greedy and EMPTY rows, 0 otherwise."""
         return self.record[:, Output.NUM_KEPT]
 
     @cached_property
@@ -92,6 +94,7 @@ def new_output(table: RequestTable, rows: int) -> StepOutput:
 
 def new_scratch(table: RequestTable, backend: str, rows: int) -> Tensor:
     """int32 scratch for steps of up to `rows` rows of `backend`."""
+    backend = backends.resolve(backend, table.device)
     words = backends.module(backend).scratch_words(table.layout, rows)
     with torch.inference_mode(False):
         return torch.empty(words, dtype=torch.int32, device=table.device)
@@ -106,7 +109,6 @@ class StepInputs:
 
     def __init__(self, table: RequestTable, rows: int) -> None:
         self.table = table
-        self.stats = StagingStats()
         self.rows = rows
         device, words = table.device, table.layout.bitmap_words
         with torch.inference_mode(False):
@@ -186,7 +188,7 @@ class StepInputs:
     def _ring(self, name: str, words: int) -> PinnedRing:
         ring = self._rings.get(name)
         if ring is None:
-            ring = PinnedRing(self.table.device, words, _RING_DEPTH, self.stats)
+            ring = PinnedRing(self.table.device, words, _RING_DEPTH, self.table.staging_stats)
             self._rings[name] = ring
         return ring
 
@@ -235,7 +237,7 @@ class TableStep:
 
 
 class Sampler:
-    """Steps a table eagerly, on the current stream; never synchronises.
+    """Steps a table eagerly, on the current stream, without waiting for the device.
 
     table: the requests. backend: a name of `graphed_sampling.backends.NAMES`, or "auto".
     ValueError where the backend cannot run on the table's device; UnsupportedFeatureError where an
@@ -248,6 +250,7 @@ class Sampler:
         self.backend = self._step.backend
         self._reserve(table.max_requests)
 
+    @never_compiled
     def __call__(
         self,
         logits: Tensor,
@@ -270,6 +273,8 @@ class Sampler:
         if rows > self._inputs.rows:
             self._reserve(rows)
         inputs = self._inputs
+        if logits.requires_grad:
+            logits = logits.detach()  # nothing here is differentiable
         with device_guard(self.table.device):
             self.table.upload()
             if slots.device != logits.device:

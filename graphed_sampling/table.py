@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from graphed_sampling import philox
+from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import (
     HEADER_WORDS,
     MAX_VOCAB_SIZE,
@@ -100,23 +102,26 @@ class RequestTable:
             "max_bad_word_length": (max_bad_word_length, 1, 2**10),
             "max_logprob_ids": (max_logprob_ids, 0, 2**16),
         }
+        if not isinstance(penalties, bool):
+            raise ValueError(f"penalties = {penalties!r} is not accepted: it must be a bool")
+        if device is None or torch.device(device).type == "meta":
+            raise ValueError(f"device = {device!r} is not accepted: it must be one that computes")
         checked = {}
         for name, (value, low, high) in sizes.items():
             accepted = f"an integer in [{low}, {high}]"
             checked[name] = as_int(name, value, accepted)
             if not low <= checked[name] <= high:
                 raise ValueError(f"{name} = {value!r} is not accepted: it must be {accepted}")
-        self.eos_token_ids = tuple(
-            dict.fromkeys(
-                int(i) for i in _as_ids("eos_token_ids", tuple(eos_token_ids), vocab_size)
-            )
-        )
+        if not isinstance(eos_token_ids, torch.Tensor | np.ndarray | Iterable):
+            raise ValueError(f"eos_token_ids = {eos_token_ids!r} must be a sequence of ids")
+        eos_ids = _as_ids("eos_token_ids", [*eos_token_ids], checked["vocab_size"])
+        self.eos_token_ids = tuple(dict.fromkeys(eos_ids.tolist()))
         checked["max_stop_ids"] += len(self.eos_token_ids)
-        self.layout = TableLayout(**checked, penalties=int(bool(penalties)))
+        self.layout = TableLayout(**checked, penalties=int(penalties))
         self.device = torch.empty(0, device=device).device  # with the index that its tensors have
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, "an integer")
+        self._seed = secrets.randbits(64) if seed is None else _as_seed(seed)
         self._num_seeds = 0
 
         self._requests: list[AdmittedRequest | None] = [None] * max_requests
@@ -124,7 +129,9 @@ class RequestTable:
         self.tenancy = 0
         """How often a slot was taken or given back: unchanged, the same slots are admitted."""
         self._generations = [0] * max_requests
-        self._free = list(range(max_requests))  # a heap; entries taken by name are skipped
+        # A heap of slots, each at most once; those that were taken by name are skipped.
+        self._free = list(range(max_requests))
+        self._in_free = [True] * max_requests
         self._refusals: dict[int, tuple[str, frozenset[str]]] = {}
         # What the next upload sends, a slot's newest alone.
         self._dirty_params: dict[int, Segments] = {}
@@ -158,7 +165,7 @@ class RequestTable:
 
     @property
     def staging_stats(self) -> StagingStats:
-        """Copies, bytes and waits of all uploads so far."""
+        """Copies, bytes and waits of all uploads so far, those of slots and masks included."""
         return self._uploader.stats
 
     @property
@@ -261,14 +268,18 @@ class RequestTable:
             self._requests[slot] = None
             self._admitted[slot] = False
             self.tenancy += 1
-            heapq.heappush(self._free, slot)
+            if not self._in_free[slot]:
+                self._in_free[slot] = True
+                heapq.heappush(self._free, slot)
 
+    @never_compiled
     def upload(self) -> None:
         """Enqueue what changed since the last upload on the current stream, without waiting.
 
         The samplers call it before every step. Where `sample_step` sits in a graph of your own,
-        call it before each replay, never inside the capture. Changes of k rows are one pinned copy
-        and one scatter; no change is no work.
+        call it before each replay, on the stream of the replay, never inside the capture. Changes
+        of k rows are one pinned copy and one scatter; no change is no work. The host waits only
+        when it is several uploads ahead of the device, and `staging_stats` counts that.
         """
         self._check_process()
         if not self._dirty_params and not self._dirty_state:
@@ -284,6 +295,11 @@ class RequestTable:
                 self._uploader.send(Segments.join(parts), self.params, self.state, self.tables)
             self._dirty_params.clear()
             self._dirty_state.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a RequestTable cannot be copied or pickled: its device memory is its identity"
+        )
 
     def check_slots(self, slots: npt.NDArray[np.int32]) -> None:
         """ValueError unless every slot is -1, or admitted and named once."""
@@ -345,6 +361,7 @@ class RequestTable:
             return index
         while self._free:
             index = heapq.heappop(self._free)
+            self._in_free[index] = False
             if self._requests[index] is None:
                 return index
         raise TableFullError(f"all {self.max_requests} slots are taken")
@@ -359,7 +376,8 @@ class RequestTable:
         return pack_params(self.layout, slot, request.params, request.seed, self.eos_token_ids)
 
     def _check_supported(self, params: SamplingParams) -> None:
-        for backend, refused in self._refusals.values():
+        # A copy: a sampler that dies meanwhile takes its entry away.
+        for backend, refused in list(self._refusals.values()):
             self._check_refused(params, backend, refused)
 
     def _check_refused(
@@ -377,7 +395,11 @@ class RequestTable:
         stop_capacity = layout.max_stop_ids - len(self.eos_token_ids)
         for name, length, capacity in (
             ("logit_bias", len(params.logit_bias), layout.max_logit_bias),
-            ("stop_token_ids", len(set(params.stop_token_ids)), stop_capacity),
+            (
+                "stop_token_ids",
+                len(set(params.stop_token_ids).difference(self.eos_token_ids)),
+                stop_capacity,
+            ),
             ("bad_words_ids", len(params.bad_words_ids), layout.max_bad_words),
             ("logprob_token_ids", len(params.logprob_token_ids), layout.max_logprob_ids),
         ):
@@ -427,11 +449,21 @@ def _check_params(params: object) -> None:
         raise ValueError(f"params is {type(params).__name__}: it must be SamplingParams")
 
 
+def _as_seed(seed: int) -> int:
+    accepted = "None or in [-2**63, 2**64 - 1]"
+    value = as_int("seed", seed, accepted)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"seed = {seed!r} is not accepted: it must be {accepted}")
+    return value
+
+
 def _as_ids(name: str, ids: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
     """Token ids as int64 [n]; ValueError unless they are integers in [0, vocab_size)."""
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":
             raise ValueError(f"{name} is on {ids.device}: token ids are given on the CPU")
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"{name} must be a flat sequence of integers")
         ids = ids.numpy()
     array = np.asarray(ids)
     if array.size == 0:

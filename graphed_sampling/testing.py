@@ -110,6 +110,10 @@ def recommended_draws(probability: float, outcomes: int, *, relative_error: floa
     freedom and noncentrality L >= draws * probability * relative_error**2. Its mass below the
     1 - 1e-6 quantile of the central law is < 1.7e-4 at L = 60 + 12 sqrt(d), for d = 1 .. 1e5.
     """
+    if not 0 < probability <= 1 or not relative_error > 0:
+        raise ValueError(
+            f"probability = {probability} must be in (0, 1], relative_error = {relative_error} > 0"
+        )
     noncentrality = 60 + 12 * math.sqrt(max(outcomes - 1, 1))
     return math.ceil(noncentrality / (probability * relative_error**2))
 

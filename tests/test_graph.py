@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -425,3 +426,120 @@ def test_a_default_device_of_the_user_s_changes_nothing(backend: str, device: st
                 logits = random_logits(0, len(MIXED), device)
             records.append(sampler(logits, slots).record.clone())
     assert torch.equal(*records)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_default_dtype_of_the_user_s_changes_nothing(
+    backend: str, device: str, dtype: torch.dtype
+) -> None:
+    """Engines set a default of bf16 while they make their model, and capture there too."""
+    records = []
+    logits = random_logits(0, len(MIXED), device)
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            table = make_table(device)
+            sampler = GraphedSampler(table, (8,), torch.float32, backend=backend)
+            slots = admit_mixed(table)
+            records.append(sampler(logits, slots).record.clone())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*records)
+
+
+@everywhere
+def test_autograd_keeps_nothing_of_the_logits(backend: str, device: str) -> None:
+    """Without no_grad, a buffer that noted where its logits came from would hold every forward."""
+    table = make_table(device)
+    slots = torch.tensor([table.admit(SamplingParams(seed=1))], dtype=torch.int32)
+    head = torch.nn.Linear(8, V, bias=False, device=device)
+    for sampler in (GraphedSampler(table, (2,), backend=backend), Sampler(table, backend)):
+        output = sampler(head(torch.randn(1, 8, device=device)), slots)
+        assert not output.logprobs.requires_grad
+    graphed = GraphedSampler(table, (2,), backend=backend)
+    for _ in range(2):
+        graphed(head(torch.randn(1, 8, device=device)), slots)
+        graphed.logits_buffer(1).copy_(head(torch.randn(1, 8, device=device)))
+    buffer = graphed.logits_buffer(1)
+    assert not buffer.requires_grad
+    with torch.no_grad():
+        torch.mm(torch.randn(1, 8, device=device), head.weight.T, out=buffer)
+    graphed(buffer, slots)
+
+
+@everywhere
+def test_samplers_stay_out_of_compiled_code(backend: str, device: str) -> None:
+    """A compiled function that calls a sampler leaves the call to Python, uploads and all."""
+    table, twin = make_table(device), make_table(device)
+    slots = admit_mixed(table)
+    admit_mixed(twin)
+    eager = Sampler(twin, backend)
+    for make in (Sampler, GraphedSampler):
+        torch.compiler.reset()
+        sampler = make(table, backend=backend)
+        compiled = torch.compile(
+            lambda logits, call=sampler: call(logits * 1.0, slots).token_ids + 0,
+            backend="aot_eager",
+        )
+        for step in range(3):
+            logits = random_logits(step, len(MIXED), device)
+            for each in (table, twin):  # so that there is something to upload
+                each.update(0, SamplingParams(top_k=step + 2, seed=step))
+            assert torch.equal(compiled(logits), eager(logits, slots).token_ids)
+        with pytest.raises(RuntimeError, match="sample_step"):
+            torch.compile(sampler, fullgraph=True, backend="aot_eager")(logits, slots)
+
+
+@everywhere
+def test_parts_of_the_buffer_are_refused_where_they_would_be_overwritten(
+    backend: str, device: str
+) -> None:
+    table = make_table(device)
+    slots = admit_mixed(table)
+    sampler = GraphedSampler(table, (8,), backend=backend)
+    table.upload()
+    before = table.state.clone()
+    if device == "cuda":
+        with pytest.raises(ValueError, match="a part of the sampler's own buffer"):
+            sampler(sampler.logits_buffer(4)[1:3], slots[:2])
+        assert torch.equal(table.state, before)
+    with pytest.raises(ValueError, match="n = -1"):
+        sampler.logits_buffer(-1)
+
+
+@everywhere
+def test_what_is_no_tensor_is_named(backend: str, device: str) -> None:
+    table = make_table(device)
+    slots = admit_mixed(table)
+    logits = random_logits(0, len(MIXED), device)
+    for sampler in (Sampler(table, backend), GraphedSampler(table, (8,), backend=backend)):
+        for match, arguments, kwargs in (
+            ("logits is ndarray", (logits.cpu().numpy(), slots), {}),
+            ("slots is list", (logits, slots.tolist()), {}),
+            ("words is list", (logits, slots), {"words": [1] * len(MIXED)}),
+            ("grammar_bitmask is ndarray", (logits, slots), {"grammar_bitmask": slots.numpy()}),
+        ):
+            with pytest.raises(ValueError, match=match):
+                sampler(*arguments, **kwargs)
+
+
+@on_gpu
+def test_samplers_made_at_once_by_several_threads(backend: str) -> None:
+    """One captures after the other: CUDA refuses a synchronisation during another's capture."""
+    results: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        table = make_table("cuda")
+        slots = admit_mixed(table)
+        sampler = GraphedSampler(table, (8,), backend=backend)
+        results[number] = sampler(random_logits(0, len(MIXED), "cuda"), slots).record.clone()
+        torch.cuda.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

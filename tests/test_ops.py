@@ -122,6 +122,14 @@ def test_sample_never_draws_the_padded_vocabulary(device: str) -> None:
     assert torch.allclose(logprobs.double(), expected[:, 0], atol=2e-6, rtol=0)
 
 
+def test_sample_s_logprobs_do_not_pretend_to_have_a_gradient(device: str) -> None:
+    arguments = sample_arguments(3, device)
+    arguments["logits"].requires_grad_()
+    token_ids, logprobs = OPS.sample(**arguments)
+    assert not token_ids.requires_grad
+    assert not logprobs.requires_grad
+
+
 def test_sample_of_no_rows(device: str) -> None:
     token_ids, logprobs = OPS.sample(**sample_arguments(0, device))
     assert token_ids.shape == logprobs.shape == (0,)
@@ -190,6 +198,8 @@ def test_sample_step_names_the_wrong_argument() -> None:
         ("tables is", 4, step.table.tables[1:]),
         ("output is", 5, step.output.record[:2]),
         (r"scratch is torch\.float32", 6, torch.zeros(1)),
+        ("layout = ", 7, [1, 2]),
+        ("layout = ", 7, [*step.table.layout.to_ints()[:-1], 5]),
         ("backend = 'cake' is not known", 8, "cake"),
     ):
         arguments = [*good]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -393,10 +394,10 @@ def test_a_child_without_a_seed_draws_its_own() -> None:
     assert SamplingParams().child(3).seed is None
 
 
-@pytest.mark.parametrize("index", [-1, 1.0, True, None])
+@pytest.mark.parametrize("index", [-1, 2**64, 1.0, True, None])
 def test_refused_child(index: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^index = .* is not accepted: it must be an integer >= 0"
+        ValueError, match=r"^index = .* is not accepted: it must be an integer in \[0, 2\*\*64\)"
     ):
         full().child(index)
 
@@ -417,3 +418,19 @@ def test_any_float_is_either_stored_or_refused(value: float, name: str) -> None:
     else:
         assert getattr(params, name) == value
         assert np.isfinite(np.float32(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words_ids", torch.tensor(1)),
+        ("bad_words_ids", torch.tensor([1, 2])),
+        ("stop_token_ids", np.array(1)),
+        ("logprobs_mode", np.array("raw")),
+        ("logprobs_mode", np.array(["raw", "raw"])),
+        ("top_k", torch.tensor(True)),
+    ],
+)
+def test_arrays_of_the_wrong_shape_or_type_are_named(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})

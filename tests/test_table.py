@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import threading
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -77,6 +79,29 @@ def test_engines_may_own_the_slot_numbers() -> None:
     assert table.admit(SamplingParams()) == 3
 
 
+def test_the_list_of_free_slots_does_not_grow() -> None:
+    table = make_table()
+    for _ in range(100):
+        table.release(table.admit(SamplingParams(), slot=3))
+        table.release(table.admit(SamplingParams()))
+    assert len(table._free) <= 4
+    assert [table.admit(SamplingParams()) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_tables_cannot_be_copied() -> None:
+    table = make_table()
+    for copy in (pickle.dumps, deepcopy):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy(table)
+
+
+def test_stop_ids_that_are_eos_ids_take_no_room() -> None:
+    table = make_table(eos_token_ids=(1, 2), max_stop_ids=1)
+    table.admit(SamplingParams(stop_token_ids=[1, 2, 5]))
+    with pytest.raises(ValueError, match="stop_token_ids has 2 entries"):
+        table.admit(SamplingParams(stop_token_ids=[1, 2, 5, 6]))
+
+
 def test_release_takes_only_what_is_admitted() -> None:
     table = make_table()
     slot = table.admit(SamplingParams())
@@ -117,7 +142,12 @@ def test_generations_tell_the_tenants_of_a_slot_apart(device: str) -> None:
         ("max_logprob_ids = -1", {"max_logprob_ids": -1}),
         ("eos_token_ids holds the id 100", {"eos_token_ids": (100,)}),
         ("eos_token_ids must be", {"eos_token_ids": (1.5,)}),
+        ("eos_token_ids = 5", {"eos_token_ids": 5}),
         ("seed = 'x'", {"seed": "x"}),
+        ("seed = 18446744073709551616", {"seed": 2**64}),
+        ("penalties = 'no'", {"penalties": "no"}),
+        ("device = None", {"device": None}),
+        ("device = 'meta'", {"device": "meta"}),
     ],
 )
 def test_tables_name_what_they_do_not_accept(match: str, kwargs: dict[str, object]) -> None:
@@ -187,6 +217,8 @@ def test_a_table_without_penalties_has_no_counts_and_says_so(name: str) -> None:
         ("prompt_token_ids holds the id -1", ([1, -1],), {}),
         ("prompt_token_ids must be", ([1.0],), {}),
         ("prompt_token_ids must be", ([[1]],), {}),
+        ("prompt_token_ids must be", (torch.tensor([1.0], dtype=torch.bfloat16),), {}),
+        ("prompt_token_ids must be", (torch.tensor([1.0], requires_grad=True),), {}),
         ("output_token_ids holds the id 100", ((),), {"output_token_ids": [100]}),
         ("num_prompt_tokens = 3 is not accepted", ([1],), {"num_prompt_tokens": 3}),
         ("num_prompt_tokens = -1", ((),), {"num_prompt_tokens": -1}),

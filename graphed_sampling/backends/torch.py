@@ -348,7 +348,7 @@ def _process(
             rows.params, layout, layout.bias_ids, layout.max_logit_bias, Param.NUM_BIAS
         )
         # Unused entries go to a column past the vocabulary.
-        bias = torch.zeros(raw.shape[0], vocab_size + 1, device=raw.device)
+        bias = torch.zeros(raw.shape[0], vocab_size + 1, dtype=torch.float32, device=raw.device)
         bias.scatter_(1, bias_ids, rows.params.f32_list(layout.bias_values, layout.max_logit_bias))
         bias = bias[:, :vocab_size]
         banned |= bias == -torch.inf
