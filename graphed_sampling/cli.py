@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 from dataclasses import replace
 from typing import Annotated, Any, NoReturn
@@ -11,9 +12,11 @@ try:
     import typer
 except ModuleNotFoundError:
     raise SystemExit(
-        "the command line needs a few more packages:  pip install 'graphed-sampling[demo]'"
+        "the command line needs a few more packages; in a checkout of the source:  "
+        'pip install --no-build-isolation ".[demo]"'
     ) from None
 
+_MOST_THREADS = 4 * (os.cpu_count() or 1)  # more cannot help, and thousands do not start
 _DEMO_PACKAGES = ("transformers", "accelerate", "gguf", "rich")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -46,7 +49,9 @@ def demo(
         list[str] | None,
         typer.Option(help="Asked instead of the built-in prompts; may be given several times."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=2**31 - 1, help="Length of an answer.")
+    ] = 64,
     temperature: Annotated[
         float | None, typer.Option(help="Of your prompts; 0 is greedy. Default 0.7.")
     ] = None,
@@ -63,12 +68,17 @@ def demo(
     slots: Annotated[int, typer.Option(min=1, help="Answers in the making at once.")] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str, typer.Option(help="The sampler's; see doctor.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_THREADS, help="CPU threads of torch.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="No live display, no colour.")] = False,
 ) -> None:
     """Watch a small language model answer many prompts at once, each with its own parameters."""
     if missing := [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]:
-        _fail(f"The demo needs {', '.join(missing)}:  pip install 'graphed-sampling[demo]'")
+        _fail(
+            f"The demo needs {', '.join(missing)}; in a checkout of the source:  "
+            'pip install --no-build-isolation ".[demo]"'
+        )
 
     import torch
 

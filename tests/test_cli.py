@@ -73,7 +73,9 @@ def test_doctor_tells_of_every_backend() -> None:
         (["--backend", "abacus"], "'abacus' is not known"),
         (["--slots", "0"], "Invalid value for '--slots'"),
         (["--max-tokens", "0"], "Invalid value for '--max-tokens'"),
+        (["--max-tokens", "99999999999"], "Invalid value for '--max-tokens'"),
         (["--threads", "0"], "Invalid value for '--threads'"),
+        (["--threads", "99999"], "Invalid value for '--threads'"),
         (["--seed", "x"], "Invalid value for '--seed'"),
         (["--nonsense"], "No such option"),
     ],
@@ -110,6 +112,5 @@ def test_demo_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, text = run("demo")
     assert status == 1
-    assert (
-        f"The demo needs {', '.join(DEMO_PACKAGES)}: pip install 'graphed-sampling[demo]'" in text
-    )
+    assert f"The demo needs {', '.join(DEMO_PACKAGES)};" in text
+    assert 'pip install --no-build-isolation ".[demo]"' in text

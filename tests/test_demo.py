@@ -19,7 +19,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers, of the demo extra, is not installed"
 )
 
-from graphed_sampling import FinishReason, SamplingParams  # noqa: E402
+from graphed_sampling import FinishReason, SamplingParams, backends  # noqa: E402
 from graphed_sampling.demo import model as demo_model  # noqa: E402
 from graphed_sampling.demo.engine import Engine, Generation, Request  # noqa: E402
 from graphed_sampling.demo.model import SlottedModel  # noqa: E402
@@ -263,7 +263,8 @@ def real(extra: None) -> tuple[Any, Any]:
     chatter = io.StringIO()
     with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
         tokenizer = demo_model.load_tokenizer(path)
-        network = demo_model.load_network(path, torch.device("cpu"))
+        config = demo_model.load_config(path)
+        network = demo_model.load_network(path, config, torch.device("cpu"))
     assert not chatter.getvalue()
     return tokenizer, network
 
@@ -303,6 +304,102 @@ def test_builtin_requests_of_the_real_tokenizer(real: tuple[Any, Any]) -> None:
     requests = builtin_requests(real[0], max_tokens=16)
     assert len({request.title for request in requests}) == len(requests) >= 12
     assert all(request.max_length <= 128 for request in requests)
+    assert all(request.params.max_tokens == 16 for request in requests)
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """graphed_sampling.demo.run on the small network, which counts how often it was read."""
+    pytest.importorskip("rich", reason="rich, of the demo extra, is not installed")
+    from graphed_sampling.demo import run
+
+    class Characters:
+        eos_token_id = EOS
+
+        def apply_chat_template(self, messages: Any, **options: object) -> list[int]:
+            return [ord(c) % (VOCAB_SIZE - 1) + 1 for c in messages[0]["content"]]
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+            return " ".join(f"w{i}" for i in token_ids)
+
+    network = make_network(torch.device("cpu"))
+    reads: list[object] = []
+
+    def load_network(*arguments: object) -> Any:
+        reads.append(arguments)
+        return network
+
+    monkeypatch.setattr(run, "find_model", lambda: None)
+    monkeypatch.setattr(run, "load_tokenizer", lambda path: Characters())
+    # Its absence fails where it is used, not here.
+    monkeypatch.setattr(run, "load_config", lambda path: network.config, raising=False)
+    monkeypatch.setattr(run, "load_network", load_network)
+    monkeypatch.setattr(run, "reads", reads, raising=False)
+    return run
+
+
+def demo_options(demo: Any, **options: Any) -> Any:
+    return demo.Options(**{"prompts": ["abc"], "max_tokens": 4, "device": "cpu"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": ["a" * 70]}, "prompt and answer need 74 tokens; the model has 64"),
+        ({"max_tokens": 2**31 - 1}, "prompt and answer need 2147483650 tokens"),
+        # 2 layers of keys and values, 2 heads of 8 numbers, 7 tokens
+        ({"slots": 10**12}, r"--slots 1000000000000 needs 1,792,000,000,000,000 bytes"),
+    ],
+)
+def test_demo_refuses_sizes_before_it_reads_the_weights(
+    demo: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(demo.OptionError, match=message):
+        demo.run_demo(demo_options(demo, **options))
+    assert not demo.reads
+
+
+def test_demo_names_the_option_of_an_allocation_that_fails(
+    demo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_free_memory", lambda device: None, raising=False)
+    with pytest.raises(demo.OptionError, match="--slots 1000000000000 needs more memory") as caught:
+        demo.run_demo(demo_options(demo, slots=10**12))
+    assert "\n" not in str(caught.value)
+
+
+def test_demo_hides_no_other_error(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(demo, "SlottedModel", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        demo.run_demo(demo_options(demo))
+
+
+@pytest.mark.parametrize("backend", backends.NAMES)
+def test_demo_speaks_of_compiling_where_it_may_compile(
+    demo: Any, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := backends.module(backend).unusable(torch.device("cpu")):
+        pytest.skip(f"backend {backend!r}: {reason}")
+    (generation,) = demo.run_demo(demo_options(demo, backend=backend))
+    assert 1 <= len(generation.token_ids) <= 4
+    expected = "may compile for about a minute the first time"
+    assert (expected in capsys.readouterr().out) == (backend == "cpu")
+
+
+@pytest.mark.parametrize(("max_tokens", "least"), [(1, 1), (39, 39), (64, 40)])
+def test_max_tokens_goes_before_min_tokens(max_tokens: int, least: int) -> None:
+    from graphed_sampling.demo.prompts import make_request as make
+
+    class Three:
+        def apply_chat_template(self, messages: Any, **options: object) -> list[int]:
+            return [1, 2, 3]
+
+    params = SamplingParams(min_tokens=40)
+    request = make(Three(), "", "", params, max_tokens=max_tokens)
+    assert (request.params.min_tokens, request.params.max_tokens) == (least, max_tokens)
 
 
 def test_demo_on_the_real_model(
@@ -313,7 +410,7 @@ def test_demo_on_the_real_model(
 
     tokenizer, network = real
     monkeypatch.setattr(demo_run, "load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(demo_run, "load_network", lambda path, device: network)
+    monkeypatch.setattr(demo_run, "load_network", lambda path, config, device: network)
     answers = {
         "What is the capital of France?": "The capital of France is Paris.",
         "What is 2 + 2?": "The answer to this classic math problem is 4.",

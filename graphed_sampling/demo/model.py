@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"  # Read at import: the file is here, so nothing is looked up.
 
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Cache,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -56,16 +59,42 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def load_network(path: Path, device: torch.device) -> PreTrainedModel:
+def load_config(path: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def load_network(path: Path, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
     # One of its progress bars heeds nothing. Errors are raised all the same.
     with contextlib.redirect_stderr(io.StringIO()):
         network = AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
-            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            config=config,  # else it is read once more, which takes seconds
+            dtype=dtype_on(device),
             attn_implementation="sdpa",
         )
     return network.to(device)
+
+
+def check_capacity(config: PreTrainedConfig, capacity: int) -> None:
+    limit = config.max_position_embeddings
+    if capacity > limit:
+        raise ValueError(f"prompt and answer need {capacity} tokens; the model has {limit}")
+
+
+def _cache_shape(config: PreTrainedConfig, num_slots: int, capacity: int) -> tuple[int, ...]:
+    heads = config.num_key_value_heads
+    return (config.num_hidden_layers, 2, num_slots, heads, capacity, config.head_dim)
+
+
+def cache_bytes(
+    config: PreTrainedConfig, device: torch.device, *, num_slots: int, capacity: int
+) -> int:
+    return math.prod(_cache_shape(config, num_slots, capacity)) * dtype_on(device).itemsize
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # not typed here
@@ -73,9 +102,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # not typed here
 
     def __init__(self, network: PreTrainedModel, num_slots: int, capacity: int) -> None:
         super().__init__(layers=[])
-        config = network.config
-        heads = config.num_key_value_heads
-        shape = (config.num_hidden_layers, 2, num_slots, heads, capacity, config.head_dim)
+        shape = _cache_shape(network.config, num_slots, capacity)
         # Zeros: what is masked out has weight 0, and 0 times the NaN in fresh memory is NaN.
         self._buffers = torch.zeros(shape, device=network.device, dtype=network.dtype)
 
@@ -96,9 +123,7 @@ class SlottedModel:
     """network: a causal language model. The cache holds num_slots requests of capacity tokens."""
 
     def __init__(self, network: PreTrainedModel, *, num_slots: int, capacity: int) -> None:
-        limit = network.config.max_position_embeddings
-        if capacity > limit:
-            raise ValueError(f"prompt and answer need {capacity} tokens; the model has {limit}")
+        check_capacity(network.config, capacity)
         self.vocab_size: int = network.config.vocab_size
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype

@@ -29,9 +29,9 @@ def make_request(
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
     )
-    limit = max(max_tokens, params.min_tokens)
+    least = min(params.min_tokens, max_tokens)
     # Every request asks for its tokens' logprobs: the closing table shows their mean.
-    params = replace(params, max_tokens=limit, logprobs=params.logprobs or 0)
+    params = replace(params, min_tokens=least, max_tokens=max_tokens, logprobs=params.logprobs or 0)
     return Request(title=title, prompt=prompt, prompt_token_ids=ids, params=params)
 
 

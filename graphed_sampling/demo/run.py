@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from graphed_sampling import SamplingParams, backends
 from graphed_sampling.demo import screen
 from graphed_sampling.demo.engine import Engine, Generation, Request
-from graphed_sampling.demo.model import SlottedModel, find_model, load_network, load_tokenizer
+from graphed_sampling.demo.model import (
+    SlottedModel,
+    cache_bytes,
+    check_capacity,
+    find_model,
+    load_config,
+    load_network,
+    load_tokenizer,
+)
 from graphed_sampling.demo.prompts import builtin_requests, make_request
 
 
@@ -44,7 +54,7 @@ def run_demo(options: Options) -> list[Generation]:
     """Answer all prompts; the result is in the order in which they were given.
 
     ModelMissingError without the package that carries the model; OptionError for a device or a
-    backend that is not there, and for prompts that are too long.
+    backend that is not there, for prompts that are too long and for more slots than memory has.
     """
     device = _pick_device(options.device)
     backend = _pick_backend(options.backend, device)
@@ -54,18 +64,20 @@ def run_demo(options: Options) -> list[Generation]:
     path = find_model()
     with screen.stage("Reading SmolLM2-135M-Instruct: the tokenizer", console, plain=plain):
         tokenizer = load_tokenizer(path)
+        config = load_config(path)
     requests = _requests(tokenizer, options)
     requests = _leave_out_refused(requests, backend, device, console)
+    capacity = max((request.max_length for request in requests), default=1)
+    _check_sizes(config, device, options.slots, capacity)
     text = "Reading SmolLM2-135M-Instruct: the weights, which takes about half a minute"
     with screen.stage(text, console, plain=plain):
-        network = load_network(path, device)
-    capacity = max((request.max_length for request in requests), default=1)
-    try:
+        network = load_network(path, config, device)
+    with _allocation_of(options.slots):
         model = SlottedModel(network, num_slots=options.slots, capacity=capacity)
-    except ValueError as error:
-        raise OptionError(str(error)) from error
-    text = "Preparing the sampler; its first use here compiles, which takes about a minute"
-    with screen.stage(text, console, plain=plain):
+    text = "Preparing the sampler"
+    if backend == "cpu":
+        text += ", which may compile for about a minute the first time"
+    with screen.stage(text, console, plain=plain), _allocation_of(options.slots):
         engine = Engine(
             model,
             num_slots=options.slots,
@@ -122,6 +134,46 @@ def _pick_backend(name: str, device: torch.device) -> str:
         return backends.resolve(name, device)
     except ValueError as error:
         raise OptionError(str(error)) from error
+
+
+def _check_sizes(config: PreTrainedConfig, device: torch.device, slots: int, capacity: int) -> None:
+    """Before the weights are read, which takes longer than anyone waits for an error."""
+    try:
+        check_capacity(config, capacity)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    needed = cache_bytes(config, device, num_slots=slots, capacity=capacity)
+    there = _free_memory(device)
+    if there is not None and needed > there:
+        raise OptionError(
+            f"--slots {slots} needs {needed:,} bytes for its cache of {capacity} tokens a slot; "
+            f"{device} has {there:,} bytes free"
+        )
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """In bytes; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kibibytes = dict(line.split(":", 1) for line in lines)["MemAvailable"]
+        return 1024 * int(kibibytes.split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+@contextmanager
+def _allocation_of(slots: int) -> Iterator[None]:
+    """For what the check of sizes lets through: memory that others took, or a process's limit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).split("\n")[0]
+        # A GPU's has a type of its own, the CPU's is named in the text alone.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocat" in text:
+            raise OptionError(f"--slots {slots} needs more memory than there is: {text}") from error
+        raise
 
 
 def _requests(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Request]:
