@@ -52,6 +52,13 @@ def test_the_readme_lists_every_backend() -> None:
 
 
 @needs_sources
+def test_links_between_the_documents_lead_somewhere() -> None:
+    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+@needs_sources
 def test_the_sizes_in_the_documentation_are_those_of_a_default_table() -> None:
     sizes = RequestTable(1, 128256, device="cpu").bytes_per_slot
     text = (ROOT / "docs" / "engines.md").read_text()
