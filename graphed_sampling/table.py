@@ -84,7 +84,7 @@ class RequestTable:
     ) -> None:
         """
         max_requests, vocab_size: slots, and tokens that may be sampled (at most 2**22).
-        eos_token_ids: end a request that does not set ignore_eos; at least as many as fit.
+        eos_token_ids: they end every request that does not set ignore_eos.
         max_logprobs: the most `logprobs` a request may ask for. max_logit_bias, max_stop_ids,
         max_bad_words, max_bad_word_length, max_logprob_ids: entries a request may bring of each
         (ids a bad word, for the length). penalties: whether prompt and output tokens are counted,
@@ -112,13 +112,14 @@ class RequestTable:
             checked[name] = as_int(name, value, accepted)
             if not low <= checked[name] <= high:
                 raise ValueError(f"{name} = {value!r} is not accepted: it must be {accepted}")
-        if not isinstance(eos_token_ids, torch.Tensor | np.ndarray | Iterable):
+        if not isinstance(eos_token_ids, Iterable):
             raise ValueError(f"eos_token_ids = {eos_token_ids!r} must be a sequence of ids")
         eos_ids = _as_ids("eos_token_ids", [*eos_token_ids], checked["vocab_size"])
         self.eos_token_ids = tuple(dict.fromkeys(eos_ids.tolist()))
         checked["max_stop_ids"] += len(self.eos_token_ids)
         self.layout = TableLayout(**checked, penalties=int(penalties))
         self.device = torch.empty(0, device=device).device  # with the index that its tensors have
+        max_requests = self.layout.max_requests
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._seed = secrets.randbits(64) if seed is None else _as_seed(seed)
