@@ -150,7 +150,7 @@ class GraphedSampler:
             with device_guard(self.device):
                 self._replay(logits, slots, grammar_bitmask, words, bucket)
         else:
-            self.table.upload()
+            self.table.upload(self._inputs.claim)
             self._step(logits, slots, grammar_bitmask, words)
         output = self._outputs.get(n)
         if output is None:
@@ -169,7 +169,7 @@ class GraphedSampler:
         n = logits.shape[0]
         if n == 0:
             return
-        self.table.upload()
+        self.table.upload(self._inputs.claim)
         self._inputs.set_slots(slots, bucket)
         if not self._is_buffer(logits):
             self._logits[:n, : logits.shape[1]].copy_(logits)
@@ -179,6 +179,7 @@ class GraphedSampler:
             self._inputs.set_words(words)
         given = 2 * (grammar_bitmask is not None) + (words is not None)
         if given != self._given_now:
+            self._given_now = -1  # uncertain, until the copy is enqueued
             self._given.copy_(self._given_choices[given])
             self._given_now = given
         self._graphs[bucket].replay()

@@ -13,7 +13,7 @@ from graphed_sampling import backends, ops
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import Output, TableLayout
 from graphed_sampling.staging import PinnedRing
-from graphed_sampling.table import RequestTable, device_guard
+from graphed_sampling.table import RequestTable, SlotClaim, device_guard
 
 _RING_DEPTH: Final = 4
 
@@ -100,6 +100,13 @@ def new_scratch(table: RequestTable, backend: str, rows: int) -> Tensor:
         return torch.empty(words, dtype=torch.int32, device=table.device)
 
 
+def outlive_stream(*tensors: Tensor) -> None:
+    """Keep the memory of tensors that are let go until the current stream is through with them."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class StepInputs:
     """The small inputs of a step, checked and brought to the device: slots, bitmask, words.
 
@@ -117,7 +124,9 @@ class StepInputs:
             self.grammar_bitmask = torch.full((rows, words), -1, dtype=torch.int32, device=device)
         self._rings: dict[str, PinnedRing] = {}
         self._checked_slots = b""
-        self._checked_tenancy = -1
+        self.claim: SlotClaim | None = None
+        """Of the slots checked last, where they were on the CPU."""
+        # What is on the device, and None while that is uncertain.
         self._uploaded_slots: tuple[bytes, int] | None = None
         self._slot_views: dict[int, Tensor] = {}
 
@@ -140,24 +149,28 @@ class StepInputs:
             self._check_place("words", words)
         if slots.device.type == "cpu":
             array = slots.numpy()
-            tenancy, content = table.tenancy, array.tobytes()
-            if tenancy != self._checked_tenancy or content != self._checked_slots:
-                table.check_slots(array)
-                self._checked_tenancy, self._checked_slots = tenancy, content
+            content, claim = array.tobytes(), self.claim
+            if claim is None or claim.tenancy != table.tenancy or content != self._checked_slots:
+                self.claim = None
+                self.claim = table.claim_slots(array)
+                self._checked_slots = content
+        else:
+            self.claim = None
 
     def set_slots(self, slots: Tensor, rows: int) -> None:
         """Bring slots to the first rows of `self.slots`; the rest, up to `rows`, is padding."""
         count = slots.shape[0]
         if slots.device == self.slots.device:
+            self._uploaded_slots = None
             if count not in self._slot_views:  # a slice costs as much as the copy's launch
                 self._slot_views[count] = self.slots[:count]
             self._slot_views[count].copy_(slots)
             if rows > count:
                 self.slots[count:rows].fill_(-1)
-            self._uploaded_slots = None
             return
         content = slots.numpy().tobytes()
         if self._uploaded_slots != (content, rows):
+            self._uploaded_slots = None
             padded = np.full(rows, -1, np.int32)
             padded[:count] = slots.numpy()
             self._ring("slots", self.rows).upload(padded, self.slots[:rows])
@@ -206,11 +219,21 @@ class TableStep:
         table.register_refusals(owner, self.backend, module.REFUSES)
         module.warm_up(table.layout)
         self._layout = table.layout.to_ints()
+        self._output: StepOutput | None = None
+        self._scratch: Tensor | None = None
 
     def reserve(self, rows: int) -> None:
         """Make room for steps of up to `rows` rows, at new addresses."""
-        self.output = new_output(self.table, rows)
-        self._scratch = new_scratch(self.table, self.backend, rows)
+        output = new_output(self.table, rows)
+        scratch = new_scratch(self.table, self.backend, rows)
+        if self._output is not None and self._scratch is not None:
+            outlive_stream(self._output.record, self._scratch)
+        self._output, self._scratch = output, scratch
+
+    @property
+    def output(self) -> StepOutput:
+        assert self._output is not None, "reserve() comes first"
+        return self._output
 
     def __call__(
         self,
@@ -271,12 +294,15 @@ class Sampler:
         self._inputs.check(logits, slots, grammar_bitmask, words)
         rows = logits.shape[0]
         if rows > self._inputs.rows:
+            old = self._inputs
             self._reserve(rows)
+            self._inputs.claim = old.claim
+            outlive_stream(old.slots, old.words, old.grammar_bitmask)
         inputs = self._inputs
         if logits.requires_grad:
             logits = logits.detach()  # nothing here is differentiable
         with device_guard(self.table.device):
-            self.table.upload()
+            self.table.upload(inputs.claim)
             if slots.device != logits.device:
                 inputs.set_slots(slots, rows)
                 slots = inputs.slots[:rows]
@@ -290,5 +316,6 @@ class Sampler:
         return StepOutput(self._step.output.record[:rows], self.table.layout)
 
     def _reserve(self, rows: int) -> None:
-        self._inputs = StepInputs(self.table, rows)
+        inputs = StepInputs(self.table, rows)
         self._step.reserve(rows)
+        self._inputs = inputs

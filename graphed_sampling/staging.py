@@ -149,11 +149,18 @@ class PinnedRing:
         mirrored: bool = False,
     ) -> None:
         self.words = words
+        self._on_gpu = device.type == "cuda"
         self._stats = stats
         self._entries = [_Entry(words, device, mirrored) for _ in range(depth)]
         self._next = 0
 
     def acquire(self) -> _Entry:
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "an upload inside a CUDA graph capture would be repeated for ever, with whatever "
+                "the host's buffer holds by then: call RequestTable.upload() before the capture "
+                "and before each replay, and capture steps with slots that are on the device"
+            )
         entry = self._entries[self._next]
         self._next = (self._next + 1) % len(self._entries)
         if entry.event is not None and entry.in_flight and not entry.event.query():
@@ -175,9 +182,11 @@ class PinnedRing:
         """Copy `source` (1-D) to `destination` (int32, contiguous, 1-D, of the same length)."""
         entry = self.acquire()
         words = len(source)
-        entry.numpy[:words] = source
-        destination.copy_(entry.host[:words], non_blocking=True)
-        self.release(entry, words)
+        try:
+            entry.numpy[:words] = source
+            destination.copy_(entry.host[:words], non_blocking=True)
+        finally:
+            self.release(entry, words)
 
 
 class Uploader:
@@ -199,13 +208,15 @@ class Uploader:
             entry = self._ring.acquire()
             header = DESCRIPTOR_WORDS * len(descriptors)
             used = header + len(payload)
-            entry.numpy[:header] = descriptors.view(np.int32).reshape(-1)
-            entry.numpy[header:used] = payload
-            packet = entry.host
-            if entry.mirror is not None:
-                packet = entry.mirror
-                packet[:used].copy_(entry.host[:used], non_blocking=True)
-            torch.ops.graphed_sampling.scatter_segments(
-                params, state, tables, packet, len(descriptors), len(payload)
-            )
-            self._ring.release(entry, used)
+            try:
+                entry.numpy[:header] = descriptors.view(np.int32).reshape(-1)
+                entry.numpy[header:used] = payload
+                packet = entry.host
+                if entry.mirror is not None:
+                    packet = entry.mirror
+                    packet[:used].copy_(entry.host[:used], non_blocking=True)
+                torch.ops.graphed_sampling.scatter_segments(
+                    params, state, tables, packet, len(descriptors), len(payload)
+                )
+            finally:
+                self._ring.release(entry, used)

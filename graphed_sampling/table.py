@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,14 @@ _NO_GUARD: AbstractContextManager[object] = nullcontext()
 
 class TableFullError(RuntimeError):
     """Every slot of the table is taken."""
+
+
+class SlotClaim(NamedTuple):
+    """The slots of a step, checked, and what they held when they were."""
+
+    slots: npt.NDArray[np.int32]
+    generations: npt.NDArray[np.int32]
+    tenancy: int
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class RequestTable:
         self._admitted = np.zeros(max_requests, np.bool_)
         self.tenancy = 0
         """How often a slot was taken or given back: unchanged, the same slots are admitted."""
-        self._generations = [0] * max_requests
+        self._generations = np.zeros(max_requests, np.int32)
         # A heap of slots, each at most once; those that were taken by name are skipped.
         self._free = list(range(max_requests))
         self._in_free = [True] * max_requests
@@ -229,12 +237,15 @@ class RequestTable:
             )
         with self._lock:
             self._check_supported(params)
-            slot = self._take_slot(slot)
-            generation = self._generations[slot] % (2**31 - 1) + 1
-            request = AdmittedRequest(params, self._new_seed(params), generation, len(output))
+            slot = self._free_slot(slot)
+            generation = int(self._generations[slot]) % (2**31 - 1) + 1
+            seed = self._next_seed() if params.seed is None else params.seed & _MASK64
+            request = AdmittedRequest(params, seed, generation, len(output))
             state = pack_state(self.layout, slot, generation, prompt, output, prompt_length)
-            self._dirty_params[slot] = self._pack_params(slot, request)
-            self._dirty_state[slot] = state
+            record = self._pack_params(slot, request)
+            # From here on nothing can fail.
+            self._num_seeds += params.seed is None
+            self._dirty_params[slot], self._dirty_state[slot] = record, state
             self._generations[slot] = generation
             self._requests[slot] = request
             self._admitted[slot] = True
@@ -274,23 +285,30 @@ class RequestTable:
                 heapq.heappush(self._free, slot)
 
     @never_compiled
-    def upload(self) -> None:
+    def upload(self, claim: SlotClaim | None = None) -> None:
         """Enqueue what changed since the last upload on the current stream, without waiting.
 
         The samplers call it before every step. Where `sample_step` sits in a graph of your own,
         call it before each replay, on the stream of the replay, never inside the capture. Changes
         of k rows are one pinned copy and one scatter; no change is no work. The host waits only
         when it is several uploads ahead of the device, and `staging_stats` counts that.
+
+        claim: of the step to come. ValueError, with nothing sent, where one of its slots has
+        changed hands since it was checked, by another thread's doing.
         """
         self._check_process()
-        if not self._dirty_params and not self._dirty_state:
+        unchanged = claim is None or claim.tenancy == self.tenancy
+        if unchanged and not self._dirty_params and not self._dirty_state:
             return
         with self._lock, device_guard(self.device):
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "RequestTable.upload() inside a CUDA graph capture would replay this "
-                    "upload for ever: call it before the capture and before each replay"
-                )
+            if claim is not None and claim.tenancy != self.tenancy:
+                self._check_slots(claim.slots)
+                changed = self._generations[claim.slots] != claim.generations
+                if changed[claim.slots >= 0].any():
+                    raise ValueError(
+                        f"slot {claim.slots[changed & (claim.slots >= 0)][0]} was given to another "
+                        "request while the step that names it was being made"
+                    )
             parts = [*self._dirty_params.values(), *self._dirty_state.values()]
             if parts:
                 self._uploader.send(Segments.join(parts), self.params, self.state, self.tables)
@@ -302,8 +320,13 @@ class RequestTable:
             "a RequestTable cannot be copied or pickled: its device memory is its identity"
         )
 
-    def check_slots(self, slots: npt.NDArray[np.int32]) -> None:
-        """ValueError unless every slot is -1, or admitted and named once."""
+    def claim_slots(self, slots: npt.NDArray[np.int32]) -> SlotClaim:
+        """The slots of a step: ValueError unless each is -1, or admitted and named once."""
+        with self._lock:
+            self._check_slots(slots)
+            return SlotClaim(slots.copy(), self._generations[slots], self.tenancy)
+
+    def _check_slots(self, slots: npt.NDArray[np.int32]) -> None:
         if not slots.size:
             return
         named = slots[slots >= 0]
@@ -351,7 +374,7 @@ class RequestTable:
             raise ValueError(f"slot = {index} is not accepted: it holds no request")
         return request
 
-    def _take_slot(self, slot: int | None) -> int:
+    def _free_slot(self, slot: int | None) -> int:
         if slot is not None:
             index = as_int("slot", slot, f"a free slot in [0, {self.max_requests})")
             if not 0 <= index < self.max_requests or self._requests[index] is not None:
@@ -361,17 +384,14 @@ class RequestTable:
                 )
             return index
         while self._free:
-            index = heapq.heappop(self._free)
-            self._in_free[index] = False
+            index = self._free[0]
             if self._requests[index] is None:
-                return index
+                return index  # and left there: it is skipped once the request is in
+            self._in_free[heapq.heappop(self._free)] = False
         raise TableFullError(f"all {self.max_requests} slots are taken")
 
-    def _new_seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed & _MASK64
-        self._num_seeds += 1
-        return philox.word(self._seed, self._num_seeds, philox.Stream.ADMISSION_SEED)
+    def _next_seed(self) -> int:
+        return philox.word(self._seed, self._num_seeds + 1, philox.Stream.ADMISSION_SEED)
 
     def _pack_params(self, slot: int, request: AdmittedRequest) -> Segments:
         return pack_params(self.layout, slot, request.params, request.seed, self.eos_token_ids)

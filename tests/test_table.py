@@ -20,8 +20,11 @@ from graphed_sampling import (
     TableFullError,
     UnsupportedFeatureError,
     backends,
+    new_output,
+    new_scratch,
 )
 from graphed_sampling.layout import HEADER_WORDS, Param, ParamFlags, State
+from graphed_sampling.sampler import StepInputs
 from graphed_sampling.staging import DESCRIPTOR_WORDS
 
 V = 100
@@ -496,3 +499,148 @@ def test_after_a_fork_the_table_refuses_to_be_used() -> None:
         os._exit(refused)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == len(calls)
+
+
+# Steps, and what other threads or failures do between their parts.
+
+
+def slots_of(*slots: int) -> torch.Tensor:
+    return torch.tensor(slots, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("make", [Sampler, GraphedSampler])
+def test_slots_that_were_released_are_refused_although_they_are_last_step_s(
+    make: type[Sampler] | type[GraphedSampler], device: str
+) -> None:
+    table = make_table(device)
+    slot = table.admit(SamplingParams())
+    sampler = make(table, backend="torch")
+    logits = torch.zeros(1, V, device=device)
+    sampler(logits, slots_of(slot))
+    sampler(logits, slots_of(slot))
+    table.release(slot)
+    with pytest.raises(ValueError, match="is not admitted"):
+        sampler(logits, slots_of(slot))
+
+
+@pytest.mark.parametrize("make", [Sampler, GraphedSampler])
+def test_a_slot_that_changes_hands_during_a_call_is_refused(
+    make: type[Sampler] | type[GraphedSampler], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = make_table(device)
+    slot, other = table.admit(SamplingParams()), table.admit(SamplingParams())
+    sampler = make(table, backend="torch")
+    logits = torch.zeros(1, V, device=device)
+    upload = table.upload
+
+    def give_away(claim: object) -> None:
+        table.release(slot)
+        table.admit(SamplingParams(), [4] * 10, slot=slot)
+        upload(claim)  # type: ignore[arg-type]
+
+    def change_another(claim: object) -> None:
+        table.release(other)
+        upload(claim)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(table, "upload", give_away)
+    with pytest.raises(ValueError, match=f"slot {slot} was given to another request"):
+        sampler(logits, slots_of(slot))
+    monkeypatch.setattr(table, "upload", upload)
+    table.upload()
+    assert table.positions[slot] == 10  # the new request did not step
+    monkeypatch.setattr(table, "upload", change_another)
+    sampler(logits, slots_of(slot))
+    assert table.positions[slot] == 11
+
+
+def test_more_rows_than_slots_and_a_growth_that_fails(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = make_table(device, requests=2)
+    slot = table.admit(SamplingParams(allowed_token_ids=[7]))
+    sampler = Sampler(table, "torch")
+    logits = torch.zeros(5, V, device=device)
+    slots = slots_of(-1, -1, slot, -1, -1)
+
+    def fail(*_args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("graphed_sampling.sampler.new_output", fail)
+        sampler(logits, slots)
+    assert sampler(logits, slots).token_ids.tolist() == [-1, -1, 7, -1, -1]
+    assert sampler(logits[:1], slots[2:3]).token_ids.tolist() == [7]
+
+
+def test_an_admission_that_fails_leaves_its_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    for fails in (False, True):
+        table = make_table(requests=2)
+
+        def fail(*_args: object) -> None:
+            raise MemoryError
+
+        if fails:
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr("graphed_sampling.table.pack_state", fail)
+                table.admit(SamplingParams())
+            table.register_refusals(table, "some", frozenset({"top_k"}))
+            with pytest.raises(UnsupportedFeatureError):
+                table.admit(SamplingParams(top_k=3))
+        slots = [table.admit(SamplingParams()) for _ in range(2)]
+        assert slots == [0, 1]
+        seeds.append([table.request(s).seed for s in slots])
+        assert [table.request(s).generation for s in slots] == [1, 1]
+    assert seeds[0] == seeds[1]
+
+
+def test_slots_whose_upload_failed_are_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device holds one thing and the host remembers another: only until the next step."""
+    inputs = StepInputs(make_table(), 4)
+
+    class Elsewhere:
+        """A CPU tensor as a GPU's inputs see it: on another device."""
+
+        shape, device = (1,), torch.device("meta")
+
+        def __init__(self, slot: int) -> None:
+            self.numpy = lambda: np.array([slot], np.int32)
+
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    inputs.set_slots(Elsewhere(0), 2)  # type: ignore[arg-type]
+    assert inputs.slots.tolist() == [0, -1, -1, -1]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("graphed_sampling.staging.PinnedRing.release", interrupt)
+        inputs.set_slots(Elsewhere(1), 2)  # type: ignore[arg-type]
+    inputs.set_slots(Elsewhere(0), 2)  # type: ignore[arg-type]
+    assert inputs.slots.tolist() == [0, -1, -1, -1]
+    inputs.slots.fill_(9)
+    inputs.set_slots(Elsewhere(0), 4)  # type: ignore[arg-type]  # more padding than before
+    assert inputs.slots.tolist() == [0, -1, -1, -1]
+
+
+@pytest.mark.parametrize("backend", backends.NAMES)
+def test_given_tells_which_inputs_count(backend: str) -> None:
+    if backends.module(backend).unusable(torch.device("cpu")):
+        pytest.skip(backends.module(backend).unusable(torch.device("cpu")))
+    table = make_table(requests=1)
+    slot = table.admit(SamplingParams(seed=4))
+    mask = torch.zeros(1, table.layout.bitmap_words, dtype=torch.int32)
+    mask[0, 0] = 1 << 9 | 1 << 11
+    drawn = {}
+    for given in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        output = new_output(table, 1)
+        table.upload()
+        state, tables = table.state.clone(), table.tables.clone()
+        torch.ops.graphed_sampling.sample_step(
+            torch.zeros(1, V), slots_of(slot), table.params, state, tables, output.record,
+            new_scratch(table, backend, 1), table.layout.to_ints(), backend,
+            grammar_bitmask=mask, words=torch.tensor([-1]), given=slots_of(*given),
+        )  # fmt: skip
+        drawn[given] = int(output.token_ids)
+    assert drawn[0, 1] == V - 1  # the last of the 2**64 words
+    assert drawn[1, 1] == 11
+    assert drawn[1, 0] in (9, 11)
+    assert drawn[0, 0] not in (9, 11, V - 1)
