@@ -129,6 +129,7 @@ class StepInputs:
         # What is on the device, and None while that is uncertain.
         self._uploaded_slots: tuple[bytes, int] | None = None
         self._slot_views: dict[int, Tensor] = {}
+        self._ring("slots", rows)  # the others are made when they are first used
 
     def check(
         self, logits: Tensor, slots: Tensor, grammar_bitmask: Tensor | None, words: Tensor | None
