@@ -82,13 +82,13 @@ class GraphedSampler:
             raise ValueError(
                 f"logits_width = {logits_width} is not accepted: it must be {accepted}"
             )
-        self._step = TableStep(self, table, backend)
+        rows = self.row_buckets[-1]
+        start, bytes_before = time.perf_counter(), self._device_bytes()
+        self._step = TableStep(self, table, backend, rows)
         self.backend = self._step.backend
         self._uses_graphs = self.device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-        rows = self.row_buckets[-1]
-        start, bytes_before = time.perf_counter(), self._device_bytes()
         with device_guard(self.device), torch.inference_mode(False):
             self._logits = torch.zeros(
                 rows, self.logits_width, dtype=logits_dtype, device=self.device
@@ -101,7 +101,6 @@ class GraphedSampler:
                 [[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.int32, device=self.device
             )
             self._given_now = 0
-            self._step.reserve(rows)
             self._outputs: dict[int, StepOutput] = {}
             captures: tuple[BucketCapture, ...] = ()
             if self._uses_graphs:

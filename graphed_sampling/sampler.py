@@ -116,19 +116,26 @@ class StepInputs:
 
     def __init__(self, table: RequestTable, rows: int) -> None:
         self.table = table
-        self.rows = rows
-        device, words = table.device, table.layout.bitmap_words
-        with torch.inference_mode(False):
-            self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
-            self.words = torch.zeros(rows, dtype=torch.int64, device=device)
-            self.grammar_bitmask = torch.full((rows, words), -1, dtype=torch.int32, device=device)
-        self._rings: dict[str, PinnedRing] = {}
         self._checked_slots = b""
         self.claim: SlotClaim | None = None
         """Of the slots checked last, where they were on the CPU."""
+        self._buffers: tuple[Tensor, ...] = ()
+        self.reserve(rows)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for steps of up to `rows` rows, at new addresses."""
+        device, words = self.table.device, self.table.layout.bitmap_words
+        with torch.inference_mode(False):
+            slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            row_words = torch.zeros(rows, dtype=torch.int64, device=device)
+            bitmask = torch.full((rows, words), -1, dtype=torch.int32, device=device)
+        outlive_stream(*self._buffers)
+        self._buffers = self.slots, self.words, self.grammar_bitmask = slots, row_words, bitmask
+        self.rows = rows
         # What is on the device, and None while that is uncertain.
         self._uploaded_slots: tuple[bytes, int] | None = None
         self._slot_views: dict[int, Tensor] = {}
+        self._rings: dict[str, PinnedRing] = {}
         self._ring("slots", rows)  # the others are made when they are first used
 
     def check(
@@ -213,28 +220,22 @@ class TableStep:
     owner: the sampler, for whose lifetime the table refuses what the backend lacks.
     """
 
-    def __init__(self, owner: object, table: RequestTable, backend: str) -> None:
+    def __init__(self, owner: object, table: RequestTable, backend: str, rows: int) -> None:
         self.table = table
         self.backend = backends.resolve(backend, table.device)
         module = backends.module(self.backend)
         table.register_refusals(owner, self.backend, module.REFUSES)
         module.warm_up(table.layout)
         self._layout = table.layout.to_ints()
-        self._output: StepOutput | None = None
-        self._scratch: Tensor | None = None
+        self.output = new_output(table, rows)
+        self._scratch = new_scratch(table, self.backend, rows)
 
     def reserve(self, rows: int) -> None:
         """Make room for steps of up to `rows` rows, at new addresses."""
         output = new_output(self.table, rows)
         scratch = new_scratch(self.table, self.backend, rows)
-        if self._output is not None and self._scratch is not None:
-            outlive_stream(self._output.record, self._scratch)
-        self._output, self._scratch = output, scratch
-
-    @property
-    def output(self) -> StepOutput:
-        assert self._output is not None, "reserve() comes first"
-        return self._output
+        outlive_stream(self.output.record, self._scratch)
+        self.output, self._scratch = output, scratch
 
     def __call__(
         self,
@@ -270,9 +271,9 @@ class Sampler:
 
     def __init__(self, table: RequestTable, backend: str = "auto") -> None:
         self.table = table
-        self._step = TableStep(self, table, backend)
+        self._step = TableStep(self, table, backend, table.max_requests)
         self.backend = self._step.backend
-        self._reserve(table.max_requests)
+        self._inputs = StepInputs(table, table.max_requests)
 
     @never_compiled
     def __call__(
@@ -292,14 +293,13 @@ class Sampler:
         requests' own. Returns device views, valid until this sampler's next call.
         ValueError for anything not accepted, before anything is enqueued.
         """
-        self._inputs.check(logits, slots, grammar_bitmask, words)
-        rows = logits.shape[0]
-        if rows > self._inputs.rows:
-            old = self._inputs
-            self._reserve(rows)
-            self._inputs.claim = old.claim
-            outlive_stream(old.slots, old.words, old.grammar_bitmask)
         inputs = self._inputs
+        inputs.check(logits, slots, grammar_bitmask, words)
+        rows = logits.shape[0]
+        if rows > inputs.rows:
+            # The inputs last: only their rows tell that there is room.
+            self._step.reserve(rows)
+            inputs.reserve(rows)
         if logits.requires_grad:
             logits = logits.detach()  # nothing here is differentiable
         with device_guard(self.table.device):
@@ -315,8 +315,3 @@ class Sampler:
                 grammar_bitmask = inputs.grammar_bitmask[:rows]
             self._step(logits, slots, grammar_bitmask, words)
         return StepOutput(self._step.output.record[:rows], self.table.layout)
-
-    def _reserve(self, rows: int) -> None:
-        inputs = StepInputs(self.table, rows)
-        self._step.reserve(rows)
-        self._inputs = inputs
