@@ -12,27 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from common import default_device, environment, synchronize
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import graphed_sampling
 from graphed_sampling import GraphedSampler, RequestTable, SamplingParams
 
 Row = tuple[str, float, str]
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def median_microseconds(call: Callable[[], object], repeats: int, what: str) -> float:
@@ -166,8 +159,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    device = default_device()
+    record = environment(device)
 
     table = RequestTable(options.requests, options.vocab_size, device=device)
     slots = [table.admit(SamplingParams(seed=i)) for i in range(options.requests - 1)]
@@ -179,7 +172,7 @@ def main() -> None:
     last = table.admit(SamplingParams())
     rows += measure_calls(table, [*slots, last], options.repeats)
 
-    shown = Table(title=f"{options.requests} requests, V = {options.vocab_size}, {name}")
+    shown = Table(title=f"{options.requests} requests, V = {options.vocab_size}, {record['name']}")
     shown.add_column("what")
     shown.add_column("median", justify="right")
     shown.add_column("unit")
@@ -187,16 +180,10 @@ def main() -> None:
         shown.add_row(what, f"{value:,.1f}" if value >= 10 else f"{value:.3f}", unit)
     Console(width=100).print(shown)
     if options.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
         options.json.write_text(
             json.dumps(
                 {
-                    "device": name,
-                    "torch": torch.__version__,
-                    "commit": commit,
-                    "build": graphed_sampling.build_info(),
+                    "environment": record,
                     "vocab_size": options.vocab_size,
                     "requests": options.requests,
                     "figures": [{"what": w, "value": v, "unit": u} for w, v, u in rows],

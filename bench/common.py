@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -256,8 +257,8 @@ class GraphTimer:
         """A graph of `calls` calls. `torch.cuda.graph` would also empty the allocator's cache."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(self.stream):
-            given = {} if pool is None else {"pool": pool}
+        given = {} if pool is None else {"pool": pool}
+        with torch.cuda.stream(self.stream), _no_garbage_collection():
             graph.capture_begin(capture_error_mode="thread_local", **given)
             try:
                 for i in range(calls):
@@ -304,6 +305,18 @@ class GraphTimer:
     def spin(self) -> None:
         """Keep the GPU busy for 2 ms or so, while the host enqueues what is to be timed."""
         torch.cuda._sleep(4_000_000)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a collection frees in the middle of a capture can spoil it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
