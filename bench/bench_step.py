@@ -91,7 +91,7 @@ def _ids(random: np.random.Generator, vocab: int, count: int) -> tuple[int, ...]
     return tuple(random.integers(vocab, size=count).tolist())
 
 
-_HOME: Final = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+_HOME: Final[dict[str, Any]] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
 def _penalised(row: int, random: np.random.Generator, vocab: int) -> Request:
@@ -876,7 +876,7 @@ def backend_table(figures: Sequence[Figure], title: str) -> Table:
 def rival_table(figures: Sequence[Figure], title: str) -> Table:
     """One row per contender, one column per batch; a rival's time and multiples of the best of
     ours."""
-    batches = sorted({f.batch for f in figures})
+    batches = sorted({f.batch for f in figures if f.group == "rival"})
     table = _table(title, ("class", "contender", *(f"B = {b}" for b in batches)), 2)
     cells = {(f.case, f.contender, f.batch): f for f in figures}
     best = best_of_ours(figures)
@@ -941,7 +941,8 @@ def report(bench: Bench, console: Console, left: Sequence[Job]) -> None:
         if f.status == "failed":
             what = f"{f.contender}, {f.case}, {f.dtype}, B = {f.batch}, V = {f.vocab}"
             console.print(f"FAILED: {what}: {f.reason}", highlight=False, markup=False)
-    verdicts = [x.within for x in (*bench.figures, *bench.comparisons) if x.within is not None]
+    verdicts = [x.within for x in bench.figures] + [x.within for x in bench.comparisons]
+    verdicts = [v for v in verdicts if v is not None]
     if verdicts:
         console.print(f"bars: {sum(verdicts)} of {len(verdicts)} met")
 
@@ -1010,11 +1011,15 @@ _QUICK_CLASSES: Final = (
 def options_of(arguments: argparse.Namespace) -> Options:
     device = common.default_device()
     on_gpu, quick = device.type == "cuda", arguments.quick
+    batches: tuple[int, ...]
+    vocabs: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    names: tuple[str, ...]
     if on_gpu:
         batches = (1, 32, 256) if quick else (1, 8, 32, 128, 256, 1024)
         vocabs, dtypes = (HOME_VOCAB,), ("fp32", "bf16")
         p99_inputs = 300 if quick else 1000
-        names: tuple[str, ...] = _QUICK_CLASSES if quick else (*CLASSES, *FEATURES, *EXTRAS)
+        names = _QUICK_CLASSES if quick else (*CLASSES, *FEATURES, *EXTRAS)
     else:
         batches = (1, 4) if quick else (1, 8, 32)
         vocabs, dtypes = ((32000,), ("fp32",)) if quick else ((HOME_VOCAB,), ("fp32", "bf16"))

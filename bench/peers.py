@@ -382,7 +382,8 @@ def flashinfer(name: str) -> Any:
         package = types.ModuleType("flashinfer")
         package.__spec__, package.__path__ = spec, list(spec.submodule_search_locations)
         sys.modules["flashinfer"] = package
-        package.__version__ = importlib.import_module("flashinfer.version").__version__
+        known = importlib.import_module("flashinfer.version")
+        package.__dict__["__version__"] = known.__version__
     return importlib.import_module(f"flashinfer.{name}")
 
 

@@ -152,7 +152,7 @@ class Plots:
         axes.set_yticks([i + 0.3 for i in range(len(names))], names)
         axes.invert_yaxis()
         axes.set(title=f"{self.backend}: cost, as a ratio (black: the bar)", xlabel="ratio")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
         self._save(figure, "features")
 
 
