@@ -23,7 +23,7 @@ folder that can be written to is still wanted, or FLASHINFER_WORKSPACE_BASE, for
 Modules, with the time each takes on two cores:
 
     sampling        2 minutes   softmax and all of flashinfer.sampling but what `topk` has
-    cake_sampling   10 minutes  cake_top_k_top_p_sampling_from_probs; 5 GB of memory
+    cake_sampling   8 minutes   cake_top_k_top_p_sampling_from_probs; one core, 3 GB of memory
     topk            15 minutes  top_k_first with top_k_max. Only if --modules names it; else raises
 
 A second call builds only what is missing, so that `--modules sampling` first costs nothing.
