@@ -19,10 +19,11 @@ of random others (of all ids where the vocabulary is small), and a set of the ri
 right ids next to the cut is the twin's. The ids are written into the table's records on the device,
 since an admission per row would take more time than all else.
 
-A difference is accepted where the twin's margin, or the word's distance from a boundary, is within
-the contract's tolerance (2^-20 + V 2^-36); all others are failures: printed with what reproduces
-them, and the exit status is 1. A part that runs out of its share of the time limit stops and says
-how far it came. --mutant spoils what the backend reads, by one parameter: the run must then fail.
+A difference is explained where the twin's margin ("near a cut"), or the word's distance from a
+boundary, is within the contract's tolerance, 2^-20 + V 2^-36. All others are failures: printed with
+what reproduces them, and the exit status is 1. A part that runs out of its share of the time limit
+stops and says how far it came. --mutant spoils one parameter of what the backend reads: the run
+must then fail.
 """
 
 from __future__ import annotations
@@ -971,7 +972,8 @@ def main() -> int:
             if report.done == 0:
                 report.fail("nothing was done within the time limit")
             for failure in report.failures:
-                console.print(f"FAILED {part}: {failure}", markup=False, highlight=False)
+                text = f"FAILED {part}: {failure}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(summary(reports, title))
     if options.json:
         facts = {

@@ -6,7 +6,10 @@ and kept sets are equal where no decision is that close.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,3 +171,16 @@ def test_words_outside_of_an_interval_have_their_distance() -> None:
 def test_the_tolerance_is_the_one_of_the_tests() -> None:
     for vocab in (1, 128256):
         assert share_tolerance(vocab) == SHARE_TOLERANCE + vocab * SHARE_FLOOR
+
+
+@pytest.mark.parametrize("mutant", ["", "top_p", "top_k"])
+def test_validate_passes_and_fails(mutant: str) -> None:
+    """The program built on the twin; a mutant's kept sets are one token off now and then."""
+    pytest.importorskip("rich")
+    program = Path(__file__).resolve().parents[1] / "bench" / "validate.py"
+    options = "--backend torch --device cpu --parts small large --rows-small 4000 --rows-large 2"
+    options += " --vocabs 3 32 100 1001 --vocab-large 5000"
+    command = [sys.executable, str(program), *options.split(), f"--mutant={mutant}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (1 if mutant else 0), done.stdout + done.stderr
+    assert ("FAILED small: kept set" in done.stdout) == bool(mutant), done.stdout + done.stderr
