@@ -91,7 +91,7 @@ def make_step(case: Case, rows: int, vocab: int, backend: Any) -> tuple[Step, to
     output = torch.empty(rows, table.layout.output_words, dtype=torch.int32)
     slots = torch.arange(rows, dtype=torch.int32)
     scratch = torch.empty(backend.scratch_words(table.layout, rows), dtype=torch.int32)
-    backend.warm_up(table.layout)
+    backend.warm_up(table.layout, table.device, (torch.float32,))
 
     def step() -> None:
         backend.sample_step(

@@ -84,7 +84,7 @@ class GraphedSampler:
             )
         rows = self.row_buckets[-1]
         start, bytes_before = time.perf_counter(), self._device_bytes()
-        self._step = TableStep(self, table, backend, rows)
+        self._step = TableStep(self, table, backend, rows, (logits_dtype,))
         self.backend = self._step.backend
         self._uses_graphs = self.device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}

@@ -58,6 +58,11 @@ class ParamFlags(IntFlag):
     RANK = 32
     ALLOWED = 64  # the slot's row of the allowed bitmap counts
     PENALTIES = 128  # any of the three penalties is on
+    # What a backend that works from sums over the row needs to know before it reads the row:
+    TOTAL = 256  # the first filter, or the draw, needs the mass of all tokens
+    MEAN = 512  # and their mean logit: typical_p or eta_cutoff sees all tokens
+    RAW = 1024  # raw logprobs or ranks are wanted
+    LISTS = 2048  # logit_bias, bad_words_ids or min_tokens may change single logits
 
 
 class Param(IntEnum):
@@ -84,6 +89,8 @@ class Param(IntEnum):
     NUM_STOP = 20
     NUM_BAD_WORDS = 21
     NUM_GIVEN = 22
+    SCALE = 23  # fp32: log2(e) / temperature
+    WIDE_SCALE = 24  # float64: the same
 
 
 HEADER_WORDS: Final = 32  # 128 bytes: one cache line, most requests have no list

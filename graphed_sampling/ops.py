@@ -26,7 +26,7 @@ from graphed_sampling.layout import (
     State,
     TableLayout,
 )
-from graphed_sampling.params import GREEDY_TEMPERATURE
+from graphed_sampling.params import GREEDY_TEMPERATURE, LOG2_E
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -251,10 +251,17 @@ def _sample(
             zeros(layout.rows, layout.state_words),
         )
         real, long = params.view(torch.float32)[:rows], params.view(torch.int64)[:rows]
-        flags = int(ParamFlags.ADMITTED | ParamFlags.LOGPROBS)
-        params[:rows, Param.FLAGS] = flags + greedy * int(ParamFlags.GREEDY)
-        params[:rows, Param.TOP_K] = torch.where(top_k >= size, 0, top_k.clamp(min=0))
+        top_k = torch.where(top_k >= size, 0, top_k.clamp(min=0))
+        flags = int(ParamFlags.ADMITTED | ParamFlags.LOGPROBS | ParamFlags.RAW)
+        needs_total = ~greedy & (top_k == 0) & (min_p <= 0)
+        params[:rows, Param.FLAGS] = (
+            flags + greedy * int(ParamFlags.GREEDY) + needs_total * int(ParamFlags.TOTAL)
+        )
+        params[:rows, Param.TOP_K] = top_k
         real[:, Param.TEMPERATURE] = temperature
+        scale = LOG2_E / temperature.double()
+        real[:, Param.SCALE] = scale.float()
+        params.view(torch.float64)[:rows, Param.WIDE_SCALE // 2] = scale
         real[:, Param.TOP_P] = torch.where(greedy, 1.0, top_p)
         real[:, Param.MIN_P] = torch.where(greedy, 0.0, min_p)
         for unused in (Param.TYPICAL_P, Param.REPETITION_PENALTY):

@@ -16,13 +16,15 @@ from graphed_sampling.layout import (
     State,
     TableLayout,
 )
-from graphed_sampling.params import SamplingParams, fp32
+from graphed_sampling.params import LOG2_E, SamplingParams, fp32
 from graphed_sampling.staging import Segments, Target, Words
 
 PENALTIES: Final = frozenset({"repetition_penalty", "frequency_penalty", "presence_penalty"})
 FILTERS: Final = frozenset(
     {"top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
+BOUNDING_FILTERS: Final = frozenset({"top_k", "min_p", "top_n_sigma"})
+"""Filters that need no probability, only logits: those after them see few tokens."""
 # Where the fields go that the header holds as fp32 values.
 _FP32_FIELDS: Final = {
     "top_p": int(Param.TOP_P),
@@ -41,6 +43,8 @@ def _neutral() -> Words:
     header = np.zeros(HEADER_WORDS, np.int32)
     for word in (Param.TEMPERATURE, Param.TOP_P, Param.TYPICAL_P, Param.REPETITION_PENALTY):
         header.view(np.float32)[word] = 1.0
+    header.view(np.float32)[Param.SCALE] = LOG2_E
+    header.view(np.float64)[Param.WIDE_SCALE // 2] = LOG2_E
     return header
 
 
@@ -75,6 +79,9 @@ def pack_params(
         flags |= int(ParamFlags.GREEDY)
     else:
         real[Param.TEMPERATURE] = params.temperature
+        scale = LOG2_E / fp32(params.temperature)
+        real[Param.SCALE] = scale
+        header.view(np.float64)[Param.WIDE_SCALE // 2] = scale
     if active & FILTERS:
         flags |= int(ParamFlags.FILTERED)
     if params.logprobs is not None:
@@ -88,6 +95,15 @@ def pack_params(
         flags |= int(ParamFlags.ALLOWED)
     if active & PENALTIES:
         flags |= int(ParamFlags.PENALTIES)
+    if not params.is_greedy and not active & BOUNDING_FILTERS:
+        flags |= int(ParamFlags.TOTAL)
+        if active & {"typical_p", "eta_cutoff"} and "top_p" not in active:
+            flags |= int(ParamFlags.MEAN)
+    reports = params.logprobs is not None or params.rank or params.logprob_token_ids
+    if reports and params.logprobs_mode == "raw":
+        flags |= int(ParamFlags.RAW)
+    if params.logit_bias or params.bad_words_ids or params.min_tokens:
+        flags |= int(ParamFlags.LISTS)
     for name in active & _FP32_FIELDS.keys():
         real[_FP32_FIELDS[name]] = getattr(params, name)
     if "top_k" in active:

@@ -18,6 +18,7 @@ from graphed_sampling import philox
 
 LogprobsMode = Literal["raw", "processed"]
 
+LOG2_E: Final = math.log2(math.e)
 GREEDY_TEMPERATURE: Final = 1e-5
 """Temperatures below this (compared in fp32) take the argmax."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
@@ -218,14 +219,22 @@ class TableStep:
     """The op `sample_step` bound to a table and a backend, with the memory that it writes to.
 
     owner: the sampler, for whose lifetime the table refuses what the backend lacks.
+    logits_dtypes: of the logits that will come.
     """
 
-    def __init__(self, owner: object, table: RequestTable, backend: str, rows: int) -> None:
+    def __init__(
+        self,
+        owner: object,
+        table: RequestTable,
+        backend: str,
+        rows: int,
+        logits_dtypes: Sequence[torch.dtype] = ops.LOGITS_DTYPES,
+    ) -> None:
         self.table = table
         self.backend = backends.resolve(backend, table.device)
         module = backends.module(self.backend)
         table.register_refusals(owner, self.backend, module.REFUSES)
-        module.warm_up(table.layout)
+        module.warm_up(table.layout, table.device, logits_dtypes)
         self._layout = table.layout.to_ints()
         self.output = new_output(table, rows)
         self._scratch = new_scratch(table, self.backend, rows)

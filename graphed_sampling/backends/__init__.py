@@ -8,7 +8,7 @@ A backend is one module of this package with these names:
     unusable(device: torch.device) -> str     why it cannot run there; "" where it can
     canonical_order(vocab_size) -> Tensor     int64 [vocab_size]: ids in the order of the draw
     scratch_words(layout, rows) -> int        int32 words of scratch for a step of so many rows
-    warm_up(layout) -> None                   compile what has to be compiled
+    warm_up(layout, device, dtypes) -> None   compile what logits of these dtypes need
     sample_step(...)                          one step, in place: the op of the same name in ops.py
 """
 
@@ -22,7 +22,7 @@ from types import ModuleType
 from torch import Tensor, cuda
 from torch import device as Device
 
-NAMES = ("cpu", "torch")
+NAMES = ("cpu", "triton", "torch")
 """Every backend, in the order in which `auto` tries them."""
 
 

@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -111,7 +111,9 @@ def sample_step(
     _for_blocks(step, rows, block)
 
 
-def warm_up(layout: TableLayout) -> None:
+def warm_up(
+    layout: TableLayout, device: torch.device, logits_dtypes: Sequence[torch.dtype]
+) -> None:
     """Compiles the kernels, or loads them from numba's cache: a step never waits for it."""
     _kernels()
 

@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
 MASS_BITS: Final = 40
 """A probability mass is rint(weight * 2**MASS_BITS), its row's largest weight being 1."""
@@ -20,7 +19,7 @@ _SCAN_BLOCK: Final = 512
 _MASK32: Final = 0xFFFFFFFF
 
 # Taylor's series of 2**f on [-1/2, 1/2]: relative error below 2**-36 (0.3466**10 / 10! = 2**-37).
-_EXP2_COEFFICIENTS: Final = [LN_2**k / math.factorial(k) for k in range(10)]
+EXP2_COEFFICIENTS: Final = [LN_2**k / math.factorial(k) for k in range(10)]
 # ln m = 2 atanh(s), s = (m - 1) / (m + 1), |s| <= 0.172 on [sqrt(1/2), sqrt(2)]: 2**-53 at 11.
 _LOG_TERMS: Final = 11
 
@@ -32,8 +31,8 @@ def exp2(exponent: torch.Tensor) -> torch.Tensor:
         return torch.exp2_(exponent)
     whole = exponent.round()
     fraction = exponent.sub_(whole)
-    result = torch.full_like(fraction, _EXP2_COEFFICIENTS[-1])
-    for coefficient in reversed(_EXP2_COEFFICIENTS[:-1]):
+    result = torch.full_like(fraction, EXP2_COEFFICIENTS[-1])
+    for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
         result.mul_(fraction).add_(coefficient)
     # A float64 whose exponent field is n + 1023 and whose mantissa is 0 is 2**n.
     power = whole.long().add_(1023).bitwise_left_shift_(52).view(torch.float64)

@@ -12,6 +12,7 @@ alignment: probability masses are int64 (`exact_math.masses`), and so is every o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graphed_sampling.backends import exact_math
-from graphed_sampling.backends.exact_math import LN_2, LOG2_E, MASS_BITS
+from graphed_sampling.backends.exact_math import LN_2, MASS_BITS
 from graphed_sampling.layout import (
     HEADER_WORDS,
     FinishReason,
@@ -29,6 +30,7 @@ from graphed_sampling.layout import (
     State,
     TableLayout,
 )
+from graphed_sampling.params import LOG2_E
 
 NAME: Final = "torch"
 CHOSEN_FOR: Final = "any device that no other backend serves"
@@ -59,7 +61,9 @@ def scratch_words(layout: TableLayout, rows: int) -> int:
     return 0
 
 
-def warm_up(layout: TableLayout) -> None:
+def warm_up(
+    layout: TableLayout, device: torch.device, logits_dtypes: Sequence[torch.dtype]
+) -> None:
     """Nothing to compile."""
 
 

@@ -1,0 +1,316 @@
+"""The `triton` backend: the whole step in one streaming pass and one finishing pass.
+
+The kernels (triton_kernels.py) run on any GPU that Triton compiles for, and on the CPU through
+Triton's interpreter, which exists for tests: it is chosen by the environment variable
+TRITON_INTERPRET=1, set before this package is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphed_sampling.layout import TableLayout
+
+NAME: Final = "triton"
+CHOSEN_FOR: Final = "tables on a GPU, where Triton is installed"
+REFUSES: Final[frozenset[str]] = frozenset()
+
+# The kernels' own numbers of these names.
+_TILE: Final = 2048
+_LISTED: Final = 2048
+_SHORT: Final = 128
+_BRACKETED: Final = 16384
+
+# Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
+# thread, which rare branches would otherwise drive up. None of it changes a result: sums over
+# groups are integers, and those inside a group are a fixed tree.
+_STREAM: Final = {"num_warps": 4, "maxnreg": 48}
+_FINISH: Final = {"num_warps": 4, "maxnreg": 128}
+_COLLECT: Final = {"num_warps": 4, "maxnreg": 64}
+_DENSE: Final = {"num_warps": 8, "maxnreg": 128}
+# Programs that share the rows, and their tiles, which `finish` leaves: mostly none.
+_COLLECT_PROGRAMS: Final = 1056
+_DENSE_PROGRAMS: Final = 264
+
+
+def unusable(device: torch.device) -> str:
+    """Why the backend cannot run on `device`; empty where it can."""
+    if device.type not in ("cuda", "cpu"):
+        return "Triton's kernels run on GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    error = _triton_error()
+    if error:
+        return error
+    if device.type == "cpu":
+        if not _interpreted():
+            return "it runs on GPUs; on the CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
+        return ""
+    if _interpreted():
+        return "Triton's interpreter is on (TRITON_INTERPRET=1), which serves the CPU only"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if _capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return ""
+
+
+@functools.cache
+def _triton_error() -> str:
+    """Why Triton, which is installed, does not import."""
+    try:
+        _kernels()
+    except Exception as error:
+        return " ".join(f"triton does not import: {type(error).__name__}: {error}".split())
+    return ""
+
+
+@functools.cache
+def _interpreted() -> bool:
+    """Whether the kernels were made for Triton's interpreter."""
+    return "interpreter" in type(_kernels().stream).__module__
+
+
+@functools.lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _kernels() -> Any:
+    return importlib.import_module("graphed_sampling.backends.triton_kernels")
+
+
+def canonical_order(vocab_size: int) -> Tensor:
+    """int64 [vocab_size]: ids ascending."""
+    return torch.arange(vocab_size, device="cpu")
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Where things lie in a row of scratch, in words: arrays of a word a group, then lists."""
+
+    groups: int
+    masses: int
+    plan: int
+    candidates: int
+    bracket: int
+    bans: int
+    words: int
+
+
+@functools.lru_cache
+def _scratch(layout: TableLayout) -> _Scratch:
+    # Whole tiles, whose programs write the statistics of all their groups.
+    groups = -(-layout.vocab_size // 4096) * 64
+    masses = 6 * groups + groups // 2
+    plan = masses + 2 * groups
+    candidates = plan + 8
+    bracket = candidates + 2 * _LISTED + 2 * _SHORT
+    # Rows of smaller vocabularies never need a bracket.
+    bans = bracket + (2 * _BRACKETED if layout.vocab_size >= _BRACKETED else 0)
+    words = bans + layout.max_stop_ids + layout.max_bad_words
+    return _Scratch(groups, masses, plan, candidates, bracket, bans, words + -words % 32)
+
+
+def scratch_words(layout: TableLayout, rows: int) -> int:
+    """int32 words of scratch that a step of `rows` rows needs."""
+    # Behind the rows: how many of them are left to `dense`, and which.
+    return rows * _scratch(layout).words + 1 + rows
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A launch of a kernel: its arguments in order, constants and options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Sequence[Any]
+    keywords: dict[str, Any]
+
+
+@dataclass
+class _Arguments:
+    """What the kernels take. Tensors, or for a compilation their dtypes.
+
+    unit: the number of logits in 16 bytes where all rows are aligned to that and the vocabulary is
+    a multiple, else 1. stride, bitmask_stride: in elements.
+    """
+
+    logits: Any
+    slots: Any
+    params: Any
+    state: Any
+    tables: Any
+    output: Any
+    scratch: Any
+    bitmask: Any
+    words: Any
+    given: Any
+    stride: int
+    bitmask_stride: int
+    unit: int
+    mode: int
+
+
+def _launches(
+    a: _Arguments, layout: TableLayout, rows: int, device: torch.device
+) -> Iterator[_Launch]:
+    """The launches of one step, in order."""
+    kernels, at = _kernels(), _scratch(layout)
+    vocab = layout.vocab_size
+    tiles = -(-vocab // _TILE)
+    penalties = (0, 0, 0)
+    if layout.penalties:
+        penalties = (layout.prompt_bits, layout.output_bits, layout.counts)
+    on_gpu = device.type == "cuda"
+    pdl = on_gpu and torch.version.hip is None and _capability(device) >= (9, 0)
+
+    def launch(
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        options: dict[str, int],
+        **constants: int,
+    ) -> _Launch:
+        keywords: dict[str, Any] = {**constants, "UNIT": a.unit, "PDL": pdl}
+        if on_gpu:
+            # No contraction: every operation of y rounds once.
+            keywords |= {**options, "enable_fp_fusion": False, "launch_pdl": pdl}
+        return _Launch(kernel, grid, arguments, keywords)
+
+    inputs = (a.logits, a.stride // a.unit, a.slots, a.params)
+    masks = (a.tables, a.bitmask, a.bitmask_stride)
+    vocab_units, groups_64, scratch_32 = vocab // a.unit, at.groups // 64, at.words // 32
+    yield launch(
+        kernels.stream,
+        (rows, at.groups * 64 // _TILE),
+        (
+            *inputs, a.state, *masks, a.given, a.scratch, scratch_32, a.mode, vocab_units,
+            groups_64, layout.max_requests, layout.params_words, layout.state_words,
+            layout.bias_ids, layout.bias_values, at.bans, *penalties,
+        ),
+        _STREAM,
+    )  # fmt: skip
+    yield launch(
+        kernels.finish,
+        (rows,),
+        (
+            *inputs, a.state, *masks, a.words, a.given, a.output, a.scratch, scratch_32, a.mode,
+            vocab_units, tiles, groups_64, layout.max_requests, layout.params_words,
+            layout.state_words, layout.output_words, layout.bias_ids, layout.bias_values,
+            layout.stop_ids, layout.bad_words, layout.max_bad_word_length, layout.given_ids,
+            layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens, at.bans, at.plan,
+            at.candidates, *penalties, layout.penalties,
+        ),
+        _FINISH,
+        BATCH=64,
+        WIDE=1024,
+    )  # fmt: skip
+    if vocab >= _BRACKETED:
+        yield launch(
+            kernels.collect,
+            (min(rows * tiles, _COLLECT_PROGRAMS),),
+            (
+                *inputs, *masks, a.given, a.scratch, scratch_32, a.mode, vocab_units, tiles,
+                groups_64, layout.params_words, layout.bias_ids, layout.bias_values, at.bans,
+                at.plan, at.bracket, *penalties, rows,
+            ),
+            _COLLECT,
+        )  # fmt: skip
+    yield launch(
+        kernels.dense,
+        (min(rows, _DENSE_PROGRAMS),),
+        (
+            *inputs, a.state, *masks, a.words, a.given, a.output, a.scratch, scratch_32, a.mode,
+            vocab_units, tiles, groups_64, layout.params_words, layout.state_words,
+            layout.output_words, layout.bias_ids, layout.bias_values, layout.stop_ids,
+            layout.given_ids, layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens,
+            at.bans, at.plan, at.candidates, at.bracket, at.masses, *penalties, layout.penalties,
+            rows,
+        ),
+        _DENSE,
+        BATCH=64,
+        WIDE=1024,
+    )  # fmt: skip
+
+
+def _unit(logits: Tensor, stride: int, vocab_size: int) -> int:
+    unit = 16 // logits.element_size()
+    if logits.data_ptr() % 16 or stride % unit or vocab_size % unit:
+        return 1
+    return unit
+
+
+def sample_step(
+    logits: Tensor,
+    slots: Tensor,
+    params: Tensor,
+    state: Tensor,
+    tables: Tensor,
+    output: Tensor,
+    scratch: Tensor,
+    layout: TableLayout,
+    *,
+    grammar_bitmask: Tensor | None,
+    words: Tensor | None,
+    given: Tensor | None,
+) -> None:
+    """One step in place; arguments as the op `sample_step`, checked there."""
+    rows = slots.shape[0]
+    stride = logits.stride(0) if rows > 1 else logits.shape[1]
+    # What was not handed over is not read; a pointer of its type stands for it.
+    arguments = _Arguments(
+        logits=logits,
+        slots=slots.contiguous(),
+        params=params,
+        state=state,
+        tables=tables,
+        output=output,
+        scratch=scratch,
+        bitmask=slots if grammar_bitmask is None else grammar_bitmask,
+        words=state.view(torch.int64) if words is None else words.contiguous(),
+        given=slots if given is None else given,
+        stride=stride,
+        bitmask_stride=0 if grammar_bitmask is None else grammar_bitmask.stride(0),
+        unit=_unit(logits, stride, layout.vocab_size),
+        mode=(grammar_bitmask is not None) + 2 * (words is not None) + 4 * (given is not None),
+    )
+    for launch in _launches(arguments, layout, rows, logits.device):
+        launch.kernel[launch.grid](*launch.arguments, **launch.keywords)
+
+
+def warm_up(
+    layout: TableLayout, device: torch.device, logits_dtypes: Sequence[torch.dtype]
+) -> None:
+    """Compile every kernel for logits of these dtypes, or load it from Triton's cache: a step
+    never waits for that."""
+    if device.type != "cuda":
+        return
+    import triton
+
+    int32, int64 = torch.int32, torch.int64
+    with (
+        torch.cuda.device(device),
+        ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as executor,
+        triton.AsyncCompileMode(executor),
+    ):
+        for dtype in logits_dtypes:
+            for unit in {16 // dtype.itemsize, 1}:
+                if layout.vocab_size % unit:
+                    continue
+                arguments = _Arguments(
+                    dtype, int32, int32, int32, int32, int32, int32, int32, int64, int32,
+                    stride=unit, bitmask_stride=0, unit=unit, mode=0,
+                )  # fmt: skip
+                for launch in _launches(arguments, layout, 1, device):
+                    launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.keywords)

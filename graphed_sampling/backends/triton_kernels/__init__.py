@@ -1,0 +1,26 @@
+"""The Triton kernels of the `triton` backend: stream, finish, dense.
+
+Logits are cut into groups of 64 consecutive tokens. `stream` reads a row once and keeps, for each
+group, its maximum and its sum of exponentials. `finish`, one program a row, bounds from these what
+can be drawn at all, reads the few groups again that hold such tokens, and does the rest on the
+list of them. Rows whose list would be too long (flat distributions, enormous top_k) are left to
+`dense`, which goes over the row itself.
+
+Nothing here depends on the batch: groups, lists and the order of every floating-point sum are
+functions of the row. Sums over groups are integers, whose order does not matter; sums inside a
+group are a fixed binary tree, whatever layout the compiler chooses.
+
+    stream      the first pass
+    finish      one program a row, the rest of most rows
+    collect     a second pass over flat rows
+    dense       the rows that are left
+
+Names: x are the model's logits, y the processed ones, z = log2 of a weight relative to the
+largest, q the integer mass rint(2**z * 2**40).
+"""
+
+from graphed_sampling.backends.triton_kernels.dense_rows import collect, dense
+from graphed_sampling.backends.triton_kernels.finishing import finish
+from graphed_sampling.backends.triton_kernels.streaming import stream
+
+__all__ = ["collect", "dense", "finish", "stream"]

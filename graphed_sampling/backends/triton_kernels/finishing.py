@@ -1,0 +1,488 @@
+"""The finishing pass: from a row's statistics to its token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphed_sampling.backends.triton_kernels.constants import (
+    BY_BRACKET,
+    BY_LIST,
+    BY_ROW,
+    DONE,
+    F_ADMITTED,
+    F_GREEDY,
+    F_LISTS,
+    F_MEAN,
+    F_TOTAL,
+    FLT_MAX,
+    GROUP,
+    GROUP_LIST,
+    INF,
+    LISTED,
+    MAX_GROUPS_READ,
+    MAX_LISTED_TOP_K,
+    MIDDLE,
+    MOMENTS,
+    NEG_INF,
+    NORMAL,
+    ONE,
+    P_EPSILON,
+    P_ETA,
+    P_FLAGS,
+    P_MIN_P,
+    P_MIN_P_OFFSET,
+    P_MIN_TOKENS,
+    P_NUM_BAD_WORDS,
+    P_NUM_BIAS,
+    P_NUM_STOP,
+    P_SCALE,
+    P_SIGMA,
+    P_TOP_K,
+    P_TOP_P,
+    P_TYPICAL,
+    P_WIDE_SCALE,
+    PLAN_ABOVE,
+    PLAN_BANS,
+    PLAN_COUNT,
+    PLAN_HIGH,
+    PLAN_LISTED,
+    PLAN_LOW,
+    PLAN_NAN,
+    R_NAN,
+    S_FINISH_REASON,
+    S_NUM_GENERATED,
+    S_RECENT,
+    SHORT,
+    SUMS,
+    SUPERS,
+)
+from graphed_sampling.backends.triton_kernels.groups import (
+    _draw_from_groups,
+    _first_maximum,
+    _list_groups,
+    _mass_bound,
+    _mean,
+    _super_masses,
+    _super_maxima,
+    _top_bound,
+    _total,
+)
+from graphed_sampling.backends.triton_kernels.lists import (
+    _filter_list,
+    _filter_long_list,
+    _list_candidates,
+    _list_checked_candidates,
+)
+from graphed_sampling.backends.triton_kernels.numbers import (
+    _f32,
+    _i64,
+    _round_down,
+    _round_up,
+    _store_f32,
+    _store_i64,
+)
+from graphed_sampling.backends.triton_kernels.report import (
+    _report,
+    _write_idle,
+)
+from graphed_sampling.backends.triton_kernels.rows import (
+    _processed,
+    _row,
+    _row_word,
+    _sanitised,
+    _split,
+    _wishes,
+)
+from graphed_sampling.backends.triton_kernels.streaming import (
+    _INTEGERS,
+    _POINTERS,
+    _store_statistics,
+)
+from graphed_sampling.backends.triton_kernels.whole_row import (
+    _sigma_bound,
+)
+
+
+@triton.jit(noinline=True)
+def _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length):
+    """List the ids that stop ids below min_tokens and bad words ban now; their number."""
+    count = 0
+    num_stop = tl.load(params + P_NUM_STOP)
+    if tl.load(state + S_NUM_GENERATED) < tl.load(params + P_MIN_TOKENS):
+        for first in range(0, num_stop, 32):
+            i = first + tl.arange(0, 32)
+            ids = tl.load(params + stop_ids + i, mask=i < num_stop, other=0)
+            tl.store(bans + i, ids, mask=i < num_stop)
+        count = num_stop
+    num_bad = tl.load(params + P_NUM_BAD_WORDS)
+    for first in range(0, num_bad, 32):
+        i = first + tl.arange(0, 32)
+        inside = i < num_bad
+        word = params + bad_words + i * bad_word_length
+        matches = inside
+        for j in range(1, bad_word_length):
+            wanted = tl.load(word + j, mask=inside, other=-1)
+            matches = matches & ((wanted == -1) | (wanted == tl.load(state + S_RECENT + j - 1)))
+        ids = tl.load(word, mask=inside, other=0)
+        position = count + tl.cumsum(matches.to(tl.int32), 0) - 1
+        tl.store(bans + position, ids, mask=matches)
+        count += tl.sum(matches.to(tl.int32))
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit(noinline=True)
+def _repair_groups(
+    row, scratch, ids_list, count, groups, vocab, num_bias, num_bans, split, both, wants_sum,
+    wants_moment, scale, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The statistics anew of listed groups, or of those that hold the listed tokens (TOKENS):
+    lists change their y, or they hold what `stream` does not count with. Returns whether NaN."""
+    seen_nan = 0
+    for first in range(0, count, 32):
+        i = first + tl.arange(0, 32)
+        inside = i < count
+        g = tl.load(ids_list + i, mask=inside, other=0)
+        if TOKENS:
+            g = g // 64
+        ids = g[:, None] * 64 + tl.arange(0, GROUP)[None, :]
+        real = inside[:, None] & (ids < vocab)
+        x = tl.load(row[0] + ids, mask=real, other=NEG_INF).to(tl.float32)
+        seen_nan |= tl.max((x != x).to(tl.int32))
+        x = tl.where(x != x, NEG_INF, x) + 0.0
+        y = _processed(x, ids, real, row, num_bias, num_bans)
+        # Several listed tokens of one group write the same.
+        _store_statistics(
+            scratch + g, groups, x, y, split, both, wants_sum, wants_moment, scale, inside
+        )
+    tl.debug_barrier()
+    return seen_nan
+
+
+@triton.jit
+def _first_bound(
+    row, params, scratch, groups, supers, tiles, vocab, num_bias, num_bans, largest, narrow_scale,
+    total, mean, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(bound, z_bound): no survivor of the first filter has y < bound, which is at z_bound.
+
+    Where the filter goes by mass, that is to be verified when it is applied: sums are rounded.
+    """
+    flags = tl.load(params + P_FLAGS)
+    super_maxima = scratch + groups * SUPERS
+    bound = tl.full((), -FLT_MAX, tl.float32)
+    z_bound = tl.full((), -1e300, tl.float64)
+    if (flags & F_TOTAL) != 0:
+        top_p = _f32(params + P_TOP_P)
+        typical = _f32(params + P_TYPICAL)
+        epsilon = _f32(params + P_EPSILON)
+        eta = _f32(params + P_ETA)
+        narrow_mean = tl.full((), INF, tl.float32)
+        if top_p >= 1:
+            narrow_mean = mean.to(tl.float32)
+        if (top_p < 1) | (typical < 1):
+            share = 1.0 - tl.where(top_p < 1, top_p, typical)
+            z = _mass_bound(
+                scratch, scratch + groups * SUMS, groups, largest, narrow_scale, total, share,
+                narrow_mean,
+            )  # fmt: skip
+        else:
+            cutoff = tl.where(epsilon > 0, epsilon, eta)
+            z = tl.log2(tl.maximum(cutoff * (total.to(tl.float32) / ONE), 1e-37))
+            if epsilon <= 0:
+                z = tl.minimum(z, 0.5 * tl.log2(cutoff) + narrow_mean)
+            z = z - 0.001
+        z_bound = tl.minimum(z, 0.0).to(tl.float64)
+        scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
+        bound = tl.maximum(bound, _round_down(largest.to(tl.float64) + z_bound / scale))
+    else:
+        top_k = tl.load(params + P_TOP_K)
+        sigma = _f32(params + P_SIGMA)
+        if _f32(params + P_MIN_P) > 0:
+            offset = _i64(params + P_MIN_P_OFFSET).to(tl.float64, bitcast=True)
+            bound = tl.maximum(bound, _round_down(largest.to(tl.float64) + offset))
+        if sigma > 0:
+            least = _sigma_bound(row, tiles, vocab, num_bias, num_bans, largest, sigma)
+            bound = tl.maximum(bound, tl.minimum(_round_up(least), largest))
+        if (top_k > 0) & (top_k <= MAX_LISTED_TOP_K):
+            if top_k <= supers // 4:
+                least = _top_bound(super_maxima, supers, largest, top_k)
+            else:
+                least = _top_bound(scratch, groups, largest, top_k)
+            bound = tl.maximum(bound, least)
+    return bound, z_bound
+
+
+@triton.jit
+def _select(
+    row, scratch, params, groups, tiles, vocab, num_bias, num_bans, largest, word, plain,
+    candidates_at, plan_low_at, BATCH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The filters and the draw from group statistics.
+
+    Returns (plan, token, highest, lowest, lowest_id, total, num_kept); plan tells what is left
+    for `dense`, count the length of the list. largest: of y, finite.
+    """
+    flags = tl.load(params + P_FLAGS)
+    scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
+    narrow_scale = _f32(params + P_SCALE)
+    sums = scratch + groups * SUMS
+    supers = groups // 8
+    super_maxima = scratch + groups * SUPERS
+    super_masses = super_maxima + supers
+    super_list = super_maxima + 3 * supers
+    token = 0
+    highest = largest
+    lowest = tl.full((), NEG_INF, tl.float32)
+    lowest_id = vocab
+    num_kept = 0
+    plan = DONE
+    count = 0
+    total = tl.full((), 1, tl.int64) << 40
+    if (flags & F_GREEDY) != 0:
+        token = _first_maximum(
+            row, scratch, super_maxima, supers, largest, vocab, num_bias, num_bans, plain
+        )
+        lowest = largest
+        lowest_id = token
+        num_kept = 1
+    else:
+        mean = tl.full((), 0.0, tl.float64)
+        wants_sum = (flags & F_TOTAL) != 0
+        if wants_sum:
+            total = _super_masses(scratch, sums, super_masses, supers, largest, narrow_scale, WIDE)
+        if (flags & F_MEAN) != 0:
+            moments = scratch + groups * MOMENTS
+            mean = _mean(scratch, sums, moments, groups, largest, narrow_scale, total, WIDE)
+        top_k = tl.load(params + P_TOP_K)
+        unfiltered = wants_sum & (_f32(params + P_TOP_P) >= 1) & (_f32(params + P_TYPICAL) >= 1)
+        unfiltered = unfiltered & (_f32(params + P_EPSILON) <= 0) & (_f32(params + P_ETA) <= 0)
+        if unfiltered:
+            token = _draw_from_groups(
+                row, scratch, sums, super_masses, supers, largest, scale, narrow_scale, total,
+                word, vocab, num_bias, num_bans, plain,
+            )  # fmt: skip
+        else:
+            bound, z_bound = _first_bound(
+                row, params, scratch, groups, supers, tiles, vocab, num_bias, num_bans, largest,
+                narrow_scale, total, mean, WIDE,
+            )  # fmt: skip
+            group_list = scratch + groups * GROUP_LIST
+            list_y = scratch + candidates_at
+            list_ids = list_y + LISTED
+            list_q = list_y + 2 * LISTED
+            listed = _list_groups(
+                scratch, super_maxima, super_list, group_list, supers, bound, False
+            )
+            readable = tl.where((top_k > 0) & (top_k <= MAX_LISTED_TOP_K), LISTED, MAX_GROUPS_READ)
+            if listed <= readable:
+                if plain:
+                    count = _list_candidates(
+                        row, group_list, listed, list_y, list_ids, bound, vocab, 0, 0, True, BATCH
+                    )
+                else:
+                    count = _list_checked_candidates(
+                        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias,
+                        num_bans, BATCH,
+                    )  # fmt: skip
+                if count <= SHORT:
+                    complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
+                        list_y, list_ids, list_q, count, largest, scale, params, top_k, wants_sum,
+                        total, mean, z_bound, word, SHORT,
+                    )  # fmt: skip
+                    plan = tl.where(complete != 0, DONE, BY_ROW)
+                elif count <= MIDDLE:
+                    complete, token, highest, lowest, lowest_id, total, num_kept = (
+                        _filter_long_list(
+                            list_y, list_ids, list_q, count, largest, scale, params, top_k,
+                            wants_sum, total, mean, z_bound, word, MIDDLE,
+                        )
+                    )  # fmt: skip
+                    plan = tl.where(complete != 0, DONE, BY_ROW)
+                elif count <= LISTED:
+                    plan = BY_LIST
+                    _store_i64(scratch + plan_low_at, z_bound.to(tl.int64, bitcast=True))
+                else:
+                    plan = BY_ROW
+            else:
+                plan = BY_ROW
+            if (plan == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= 16384):
+                plan = BY_BRACKET
+    return plan, count, token, highest, lowest, lowest_id, total, num_kept
+
+
+@triton.jit(noinline=True)
+def _bracket(
+    row, maxima, sums, groups, vocab, num_bias, num_bans, largest, narrow_scale, share,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """(low, high): y between which the cut of top_p very probably is, for a flat row.
+
+    From 64 groups, evenly spaced: the mass below a bound is `ratio` times what they hold of it,
+    give or take. Its standard deviation is at most the root of ratio * mass * (weight at the
+    bound), since no token below the bound weighs more.
+    """
+    budget = (_total(maxima, sums, groups, largest, narrow_scale, WIDE)).to(tl.float32)
+    budget = budget * (share / ONE)
+    ratio = (vocab // 64).to(tl.float32) / 64.0
+    high_z = tl.full((), 0.0, tl.float32)
+    low_z = tl.log2(budget / vocab.to(tl.float32))
+    center = low_z
+    upper = high_z
+    lower = low_z
+    found_low = low_z
+    found_high = high_z
+    sample = tl.arange(0, 64)
+    ids = (((sample * (vocab // 64)) >> 6) * 64)[:, None] + tl.arange(0, GROUP)[None, :]
+    y = _sanitised(row[0], ids, ids < vocab)
+    if (row[7] != 0) | (num_bias + num_bans > 0):
+        y = _processed(y, ids, ids < vocab, row, num_bias, num_bans)
+    y_z = (y - largest) * narrow_scale
+    # In units of 2**-40 of the largest weight.
+    weights = (tl.exp2(y_z) * ONE).to(tl.int64)
+    for step in range(14):
+        # 6 steps to the middle of the bracket, then 4 to each of its ends.
+        z = 0.5 * (lower + upper)
+        mass = tl.sum(tl.sum(tl.where(y_z < z, weights, 0), 1))
+        below = mass.to(tl.float32) / ONE * ratio
+        error = 5.0 * tl.sqrt(ratio * tl.exp2(z) * below)
+        fits = tl.where(step < 6, below, tl.where(step < 10, below + error, below - error))
+        fits_budget = fits <= budget
+        lower = tl.where(fits_budget, z, lower)
+        upper = tl.where(fits_budget, upper, z)
+        if step == 5:
+            center = z
+            lower = center - 1.5
+            upper = center
+        if step == 9:
+            found_low = lower
+            lower = center
+            upper = tl.minimum(center + 1.5, 0.0)
+        if step == 13:
+            found_high = upper
+    low = largest + found_low / narrow_scale
+    high = largest + found_high / narrow_scale
+    return low, high
+
+
+@triton.jit(
+    do_not_specialize=(
+        *_INTEGERS, "output_words", "stop_ids", "bad_words", "bad_word_length", "given_ids",
+        "max_logprobs", "max_logprob_ids", "recent_tokens", "plan_at", "candidates_at",
+        "penalties", "rows",
+    ),
+    do_not_specialize_on_alignment=(*_POINTERS, "words", "output"),
+)  # fmt: skip
+def finish(
+    logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
+    scratch, scratch_32, mode, vocab_units, tiles, groups_64, max_requests, params_words,
+    state_words, output_words, bias_ids, bias_values, stop_ids, bad_words, bad_word_length,
+    given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at, plan_at, candidates_at,
+    prompt_bits, output_bits, counts_at, penalties, BATCH: tl.constexpr, WIDE: tl.constexpr,
+    UNIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program: from its groups' statistics to its token and its next state.
+
+    Rows that take more are put on the list behind the rows' scratch, with a plan for `dense`.
+    """
+    # Passed in parts, so that the compiler knows what divides them.
+    groups = groups_64 * 64
+    scratch_words = scratch_32 * 32
+    vocab = vocab_units * UNIT
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + index).to(tl.int64)
+    slot = tl.where((slot >= 0) & (slot < max_requests), slot, max_requests)
+    params = all_params + slot * params_words
+    state += slot * state_words
+    all_scratch = scratch
+    scratch += index * scratch_words
+    out = output + index * output_words
+    flags = tl.load(params + P_FLAGS)
+    admitted = (flags & F_ADMITTED) != 0
+    if admitted & (tl.load(state + S_FINISH_REASON) == 0):
+        logits_row = logits + index * stride * UNIT
+        if UNIT > 1:
+            logits_row = tl.multiple_of(logits_row, 16)
+        row = _row(
+            logits_row, params, slot, index, tables, bitmask, bitmask_stride, given,
+            scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits, output_bits,
+            counts_at,
+        )  # fmt: skip
+        split, both = _split(flags, params, row)
+        wants_sum, wants_moment, _, scale = _wishes(flags, params)
+        num_bias = tl.load(params + P_NUM_BIAS)
+        num_bans = 0
+        seen_nan = 0
+        supers = groups // 8
+        super_maxima = scratch + groups * SUPERS
+        bans = scratch + bans_at
+        if (flags & F_LISTS) != 0:
+            num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
+        largest = _super_maxima(scratch, super_maxima, supers, WIDE)
+        if largest == INF:
+            group_list = scratch + groups * GROUP_LIST
+            unusual = _list_groups(
+                scratch, super_maxima, super_maxima + 3 * supers, group_list, supers, INF, False
+            )
+            seen_nan = _repair_groups(
+                row, scratch, group_list, unusual, groups, vocab, num_bias, num_bans, split, both,
+                wants_sum, wants_moment, scale, False,
+            )  # fmt: skip
+            largest = _super_maxima(scratch, super_maxima, supers, WIDE)
+        if num_bias + num_bans > 0:
+            _repair_groups(
+                row, scratch, params + bias_ids, num_bias, groups, vocab, num_bias, num_bans,
+                split, both, wants_sum, wants_moment, scale, True,
+            )  # fmt: skip
+            _repair_groups(
+                row, scratch, bans, num_bans, groups, vocab, num_bias, num_bans, split, both,
+                wants_sum, wants_moment, scale, True,
+            )  # fmt: skip
+            largest = _super_maxima(scratch, super_maxima, supers, WIDE)
+        plan = BY_ROW
+        count = 0
+        token = 0
+        highest = largest
+        lowest = largest
+        lowest_id = 0
+        total = tl.full((), 1, tl.int64)
+        num_kept = 0
+        if (largest > NEG_INF) & (largest < INF):
+            plain = (row[7] == 0) & (num_bias + num_bans == 0)
+            plan, count, token, highest, lowest, lowest_id, total, num_kept = _select(
+                row, scratch, params, groups, tiles, vocab, num_bias, num_bans, largest,
+                _row_word(params, state, words, given, mode, index), plain, candidates_at,
+                plan_at + PLAN_LOW, BATCH, WIDE,
+            )  # fmt: skip
+        if plan == DONE:
+            tl.debug_barrier()
+            _report(
+                row, out, params, state, scratch, flags, tl.where(seen_nan != 0, R_NAN, 0), token,
+                highest, lowest, lowest_id, total, num_kept, NORMAL, 0, largest, groups, tiles,
+                vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
+                max_logprobs, max_logprob_ids, recent_tokens, penalties, BATCH, WIDE,
+            )  # fmt: skip
+        else:
+            tl.store(scratch + plan_at, plan)
+            tl.store(scratch + plan_at + PLAN_BANS, num_bans)
+            tl.store(scratch + plan_at + PLAN_NAN, seen_nan)
+            tl.store(scratch + plan_at + PLAN_COUNT, count)
+            if plan == BY_BRACKET:
+                low, high = _bracket(
+                    row, scratch, scratch + groups * SUMS, groups, vocab, num_bias, num_bans,
+                    largest, scale, 1.0 - _f32(params + P_TOP_P), WIDE,
+                )  # fmt: skip
+                _store_f32(scratch + plan_at + PLAN_LOW, low)
+                _store_f32(scratch + plan_at + PLAN_HIGH, high)
+                tl.store(scratch + plan_at + PLAN_LISTED, 0)
+                tl.store(scratch + plan_at + PLAN_ABOVE, 0)
+            dense_list = all_scratch + tl.num_programs(0).to(tl.int64) * scratch_words
+            # The order of the list decides nothing.
+            place = tl.atomic_add(dense_list, 1)
+            tl.store(dense_list + 1 + place, tl.program_id(0))
+    else:
+        _write_idle(out, state, admitted, max_logprobs, max_logprob_ids)

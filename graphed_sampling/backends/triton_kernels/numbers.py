@@ -1,0 +1,106 @@
+"""Words, floats and masses."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphed_sampling.backends.triton_kernels.constants import (
+    C0,
+    C1,
+    C2,
+    C3,
+    C4,
+    C5,
+    C6,
+    C7,
+    C8,
+    C9,
+    ONE,
+    ROUND,
+)
+
+
+@triton.jit
+def _f32(pointer):
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _i64(pointer):
+    low = tl.load(pointer).to(tl.int64) & 0xFFFFFFFF
+    return (tl.load(pointer + 1).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def _store_i64(pointer, value, mask=None):
+    tl.store(pointer, value.to(tl.int32), mask=mask)
+    tl.store(pointer + 1, (value >> 32).to(tl.int32), mask=mask)
+
+
+@triton.jit
+def _store_f32(pointer, value, mask=None):
+    tl.store(pointer, value.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _key(y):
+    """int32 in the order of the floats, none of them -0.0."""
+    bits = y.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _from_key(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp2(z):
+    """2**z, float64; exponents below -1000 count as -1000. The bits of `exact_math.exp2`."""
+    z = tl.maximum(z, -1000.0)
+    whole = (z + ROUND) - ROUND
+    f = z - whole
+    r = C9 * f + C8
+    r = r * f + C7
+    r = r * f + C6
+    r = r * f + C5
+    r = r * f + C4
+    r = r * f + C3
+    r = r * f + C2
+    r = r * f + C1
+    r = r * f + C0
+    power = (whole.to(tl.int64) + 1023) << 52
+    return r * power.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _masses(weights):
+    """int64 masses of float64 weights in [0, 1]."""
+    return ((weights * ONE + ROUND) - ROUND).to(tl.int64)
+
+
+@triton.jit
+def _round_down(value):
+    """The largest fp32 <= value (float64)."""
+    near = value.to(tl.float32) + 0.0
+    return tl.where(near.to(tl.float64) > value, _from_key(_key(near) - 1), near)
+
+
+@triton.jit
+def _target(share, total):
+    """The mass that a share of a total takes: ceil(share * total), share fp32."""
+    return tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def _mulhi(word, total):
+    """floor(word * total / 2**64) of 64 unsigned bits and an int64 >= 0."""
+    return tl.umulhi(word.to(tl.uint64), total.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _round_up(value):
+    """The smallest fp32 >= value (float64)."""
+    near = value.to(tl.float32) + 0.0
+    return tl.where(near.to(tl.float64) < value, _from_key(_key(near) + 1), near)

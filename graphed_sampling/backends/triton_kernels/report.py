@@ -1,0 +1,432 @@
+"""What a row reports, and its next state."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphed_sampling.backends.triton_kernels.constants import (
+    EMPTY_ROW,
+    F_FILTERED,
+    F_GREEDY,
+    F_LOGPROBS,
+    F_PROCESSED,
+    F_RANK,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FLT_MAX,
+    GROUP_LIST,
+    INF,
+    LISTED,
+    LN_2,
+    LOG2_E,
+    MAX_LISTED_TOP_K,
+    NEG_INF,
+    NORMAL,
+    O_FINISH_REASON,
+    O_FLAGS,
+    O_GENERATION,
+    O_LISTS,
+    O_LOGPROB,
+    O_NUM_KEPT,
+    O_RANK,
+    O_TOKEN_ID,
+    ONE,
+    P_MAX_TOKENS,
+    P_NUM_GIVEN,
+    P_NUM_STOP,
+    P_TOP_LOGPROBS,
+    P_WIDE_SCALE,
+    R_FINISHED,
+    R_PADDING,
+    RAW_MAXIMA,
+    RAW_SUMS,
+    S_FINISH_REASON,
+    S_GENERATION,
+    S_LAST_TOKEN,
+    S_NUM_GENERATED,
+    S_POSITION,
+    S_RECENT,
+    SHORT,
+    SUMS,
+    SUPERS,
+    TILE,
+)
+from graphed_sampling.backends.triton_kernels.groups import (
+    _group_tokens,
+    _list_groups,
+    _maximum,
+    _super_maxima,
+    _top_bound,
+    _total,
+)
+from graphed_sampling.backends.triton_kernels.lists import (
+    _append,
+)
+from graphed_sampling.backends.triton_kernels.numbers import (
+    _f32,
+    _from_key,
+    _i64,
+    _key,
+    _store_f32,
+    _store_i64,
+)
+from graphed_sampling.backends.triton_kernels.rows import (
+    _processed,
+    _sanitised,
+    _special,
+    _survives,
+)
+
+
+@triton.jit(noinline=True)
+def _write_idle(out, state, admitted, max_logprobs, max_logprob_ids):
+    """The record of a row in which nothing is drawn."""
+    nan = tl.full((), float("nan"), tl.float32)
+    _store_i64(out + O_TOKEN_ID, tl.full((), -1, tl.int64))
+    _store_f32(out + O_LOGPROB, nan)
+    tl.store(out + O_RANK, 0)
+    tl.store(out + O_NUM_KEPT, 0)
+    tl.store(out + O_FINISH_REASON, tl.where(admitted, tl.load(state + S_FINISH_REASON), 0))
+    tl.store(out + O_FLAGS, tl.where(admitted, R_FINISHED, R_PADDING))
+    tl.store(out + O_GENERATION, tl.where(admitted, tl.load(state + S_GENERATION), 0))
+    _clear_lists(out, max_logprobs, max_logprob_ids, 0)
+
+
+@triton.jit(noinline=True)
+def _clear_lists(out, max_logprobs, max_logprob_ids, asked):
+    """Top lists with no token in them, -inf as far as they were asked for; given logprobs NaN."""
+    nan = float("nan")
+    for first in range(0, max_logprobs, 32):
+        i = first + tl.arange(0, 32)
+        minus_one = tl.full([32], -1, tl.int64)
+        _store_i64(out + O_LISTS + 2 * i, minus_one, mask=i < max_logprobs)
+        empty = tl.where(i < asked, NEG_INF, nan)
+        _store_f32(out + O_LISTS + 2 * max_logprobs + i, empty, mask=i < max_logprobs)
+    for first in range(0, max_logprob_ids, 32):
+        i = first + tl.arange(0, 32)
+        _store_f32(
+            out + O_LISTS + 3 * max_logprobs + i,
+            tl.full([32], nan, tl.float32),
+            mask=i < max_logprob_ids,
+        )
+
+
+@triton.jit
+def _raw_logprobs(x, largest, log_total):
+    """fp32 log_softmax of sanitised x; equals of the maximum are told apart, it may be inf."""
+    difference = tl.where(x == largest, 0.0, x.to(tl.float64) - largest.to(tl.float64))
+    return tl.where(x == NEG_INF, NEG_INF, difference - log_total).to(tl.float32)
+
+
+@triton.jit
+def _processed_logprobs(y, ids, highest, lowest, lowest_id, scale, log_total):
+    logprob = (y.to(tl.float64) - highest.to(tl.float64)) * scale * LN_2 - log_total
+    kept = _survives(y, ids, highest, lowest, lowest_id)
+    return tl.where(kept, logprob, NEG_INF).to(tl.float32)
+
+
+@triton.jit
+def _log_total(total):
+    """float64 ln of a mass, in units of the largest weight; 0 for none."""
+    return tl.log(tl.maximum(total, 1).to(tl.float64) / ONE)
+
+
+@triton.jit
+def _logprobs(
+    x, y, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id, scale, log_total
+):
+    return tl.where(
+        processed,
+        _processed_logprobs(y, ids, highest, lowest, lowest_id, scale, log_total),
+        _raw_logprobs(x, raw_largest, raw_log),
+    )
+
+
+@triton.jit
+def _store_top(out, max_logprobs, position, n, ids, logprobs, mask):
+    mask = mask & (position < n)
+    _store_i64(out + O_LISTS + 2 * position, ids.to(tl.int64), mask=mask)
+    _store_f32(out + O_LISTS + 2 * max_logprobs + position, logprobs, mask=mask)
+
+
+@triton.jit(noinline=True)
+def _row_top(
+    out, max_logprobs, n, row, tiles, vocab, num_bias, num_bans, special, fallback, processed,
+    raw_largest, raw_log, highest, lowest, lowest_id, scale, log_total,
+):  # fmt: skip
+    """The n best one after the other, each found by going over the row."""
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    position = 0
+    searching = n > 0
+    while searching:
+        best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
+        for tile in range(tiles):
+            ids = tile * 2048 + tl.arange(0, TILE)
+            inside = ids < vocab
+            x = _sanitised(row[0], ids, inside)
+            y = _special(
+                _processed(x, ids, inside, row, num_bias, num_bans), ids, special, fallback
+            )
+            raw_kept = x > tl.where(raw_largest == INF, FLT_MAX, NEG_INF)
+            kept = tl.where(
+                processed, _survives(y, ids, highest, lowest, lowest_id), raw_kept & inside
+            )
+            value = tl.where(processed, y, x)
+            order = (_key(value).to(tl.int64) << 32) + (0x7FFFFFFF - ids)
+            order = tl.where(kept & (order < last), order, -0x7FFFFFFFFFFFFFFF)
+            best = tl.maximum(best, tl.max(order))
+        searching = best > -0x7FFFFFFFFFFFFFFF
+        if searching:
+            ids = 0x7FFFFFFF - (best & 0xFFFFFFFF).to(tl.int32)
+            value = _from_key((best >> 32).to(tl.int32))
+            logprob = _logprobs(
+                value, value, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id,
+                scale, log_total,
+            )  # fmt: skip
+            _store_top(out, max_logprobs, position, n, ids, logprob, True)
+            last = best
+            position += 1
+            searching = position < n
+
+
+@triton.jit(noinline=True)
+def _listed_top(
+    out, max_logprobs, n, list_y, list_ids, count, processed, raw_largest, raw_log, highest,
+    lowest, lowest_id, scale, log_total,
+):  # fmt: skip
+    """The n best of a list, each at the position that the number of better ones gives it."""
+    for first in range(0, count, SHORT):
+        i = first + tl.arange(0, SHORT)
+        value = tl.load(list_y + i, mask=i < count, other=0).to(tl.float32, bitcast=True)
+        ids = tl.load(list_ids + i, mask=i < count, other=0)
+        position = tl.zeros([SHORT], tl.int32)
+        for other in range(0, count, 4):
+            for step in tl.static_range(4):
+                j = other + step
+                against = tl.where(j < count, _f32(list_y + j), NEG_INF)
+                position += ((against > value) | ((against == value) & (j < i))).to(tl.int32)
+        logprob = _logprobs(
+            value, value, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id,
+            scale, log_total,
+        )  # fmt: skip
+        _store_top(out, max_logprobs, position, n, ids, logprob, i < count)
+
+
+@triton.jit(noinline=True)
+def _given_logprobs(
+    out, given, num_given, row, num_bias, num_bans, special, fallback, processed, raw_largest,
+    raw_log, highest, lowest, lowest_id, scale, log_total,
+):  # fmt: skip
+    """The logprobs of the ids that the request names."""
+    for first in range(0, num_given, 32):
+        i = first + tl.arange(0, 32)
+        inside = i < num_given
+        ids = tl.load(given + i, mask=inside, other=0)
+        x = _sanitised(row[0], ids, inside)
+        y = _processed(x, ids, inside, row, num_bias, num_bans)
+        y = _special(y, ids, special, fallback)
+        logprobs = _logprobs(
+            x, y, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id, scale,
+            log_total,
+        )  # fmt: skip
+        _store_f32(out + i, logprobs, mask=inside)
+
+
+@triton.jit(noinline=True)
+def _top(
+    out, max_logprobs, n, row, maxima, scratch, list_y, list_ids, groups, tiles, vocab,
+    num_bias, num_bans, special, fallback, processed, largest, raw_largest, raw_log,
+    highest, lowest, lowest_id, scale, log_total, BATCH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The n best tokens by (value descending, id ascending), with their logprobs."""
+    value_largest = tl.where(processed, largest, raw_largest)
+    count = LISTED + 1
+    finite = (value_largest > NEG_INF) & (value_largest < INF)
+    # Survivors that are no head of the order (typical_p) are looked for in the row itself.
+    head = (processed == 0) | ((special == NORMAL) & (highest == largest))
+    if finite & head & (n <= MAX_LISTED_TOP_K):
+        group_list = scratch + groups * GROUP_LIST
+        supers = groups // 8
+        super_maxima = scratch + groups * SUPERS
+        super_list = super_maxima + 3 * supers
+        _super_maxima(maxima, super_maxima, supers, WIDE)
+        if n <= supers // 4:
+            bound = _top_bound(super_maxima, supers, value_largest, n)
+        else:
+            bound = _top_bound(maxima, groups, value_largest, n)
+        listed = _list_groups(maxima, super_maxima, super_list, group_list, supers, bound, False)
+        count = 0
+        first = 0
+        while (first < listed) & (count <= LISTED):
+            group_ids, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
+            value = _sanitised(row[0], ids, inside)
+            kept = (value >= bound) & inside
+            if processed:
+                value = _processed(value, ids, inside, row, num_bias, num_bans)
+                kept = (value >= bound) & _survives(value, ids, highest, lowest, lowest_id)
+            count = _append(list_y, list_ids, count, value, group_ids, kept, row[0], False)
+            first += BATCH
+        tl.debug_barrier()
+    if count <= LISTED:
+        _listed_top(
+            out, max_logprobs, n, list_y, list_ids, count, processed, raw_largest, raw_log,
+            highest, lowest, lowest_id, scale, log_total,
+        )  # fmt: skip
+    else:
+        _row_top(
+            out, max_logprobs, n, row, tiles, vocab, num_bias, num_bans, special, fallback,
+            processed, raw_largest, raw_log, highest, lowest, lowest_id, scale, log_total,
+        )  # fmt: skip
+
+
+@triton.jit(noinline=True)
+def _rank(
+    value, row, maxima, scratch, groups, vocab, num_bias, num_bans, processed,
+    BATCH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """1 + the number of tokens with a larger value."""
+    rank = 1
+    group_list = scratch + groups * GROUP_LIST
+    supers = groups // 8
+    super_maxima = scratch + groups * SUPERS
+    super_list = super_maxima + 3 * supers
+    _super_maxima(maxima, super_maxima, supers, WIDE)
+    listed = _list_groups(maxima, super_maxima, super_list, group_list, supers, value, True)
+    for first in range(0, listed, BATCH):
+        _, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
+        others = _sanitised(row[0], ids, inside)
+        if processed:
+            others = _processed(others, ids, inside, row, num_bias, num_bans)
+        rank += tl.sum(((others > value) & inside).to(tl.int32))
+    return rank
+
+
+@triton.jit(noinline=True)
+def _processed_token(row, token, special, fallback, num_bias, num_bans):
+    """x and y of one token."""
+    ids = token + tl.zeros([1], tl.int32)
+    x = _sanitised(row[0], ids, ids >= 0)
+    y = _special(_processed(x, ids, ids >= 0, row, num_bias, num_bans), ids, special, fallback)
+    return tl.sum(y)
+
+
+@triton.jit
+def _report(
+    row, out, params, state, scratch, flags, row_flags, token, highest, lowest, lowest_id, total,
+    num_kept, special, fallback, largest, groups, tiles, vocab, num_bias, num_bans, split, both,
+    candidates_at, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens, penalties,
+    BATCH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Everything about a row whose token is drawn: logprobs, rank, finish, output and state."""
+    processed = (flags & F_PROCESSED) != 0
+    scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
+    raw_at = tl.where(split, groups * RAW_MAXIMA, 0)
+    raw_maxima = scratch + raw_at
+    raw_sums = scratch + groups * tl.where(split | both, RAW_SUMS, SUMS)
+    list_y = scratch + candidates_at
+    list_ids = list_y + LISTED
+    n = tl.load(params + P_TOP_LOGPROBS)
+    num_given = tl.load(params + P_NUM_GIVEN)
+    wants_logprob = (flags & F_LOGPROBS) != 0
+    wants_rank = (flags & F_RANK) != 0
+
+    raw_largest = tl.full((), 0.0, tl.float32)
+    raw_log = tl.full((), 0.0, tl.float64)
+    log_total = tl.full((), 0.0, tl.float64)
+    if processed:
+        log_total = _log_total(total)
+    if (wants_logprob | wants_rank | (n > 0) | (num_given > 0)) & (processed == 0):
+        raw_largest = largest
+        if split | (special != NORMAL):
+            raw_largest = _maximum(raw_maxima, groups, WIDE)
+        raw_scale = tl.full((), LOG2_E, tl.float32)
+        raw_log = _log_total(_total(raw_maxima, raw_sums, groups, raw_largest, raw_scale, WIDE))
+
+    x = tl.load(row[0] + token).to(tl.float32)
+    x = tl.where(x != x, NEG_INF, x) + 0.0
+    y = x
+    if processed:
+        y = _processed_token(row, token, special, fallback, num_bias, num_bans)
+    logprob = tl.full((), float("nan"), tl.float32)
+    if wants_logprob:
+        logprob = _logprobs(
+            x, y, token, processed, raw_largest, raw_log, highest, lowest, lowest_id, scale,
+            log_total,
+        )  # fmt: skip
+    _clear_lists(out, max_logprobs, max_logprob_ids, n)
+    if num_given > 0:
+        tl.debug_barrier()
+        _given_logprobs(
+            out + O_LISTS + 3 * max_logprobs, params + given_ids, num_given, row, num_bias,
+            num_bans, special, fallback, processed, raw_largest, raw_log, highest, lowest,
+            lowest_id, scale, log_total,
+        )  # fmt: skip
+    values = scratch + tl.where(processed, 0, raw_at)
+    if n > 0:
+        tl.debug_barrier()
+        _top(
+            out, max_logprobs, n, row, values, scratch, list_y, list_ids, groups, tiles, vocab,
+            num_bias, num_bans, special, fallback, processed, largest, raw_largest, raw_log,
+            highest, lowest, lowest_id, scale, log_total, BATCH, WIDE,
+        )  # fmt: skip
+    rank = 0
+    if wants_rank:
+        rank = 1
+        if (processed == 0) | (special == NORMAL):
+            tl.debug_barrier()
+            value = tl.where(processed, y, x)
+            rank = _rank(
+                value,
+                row,
+                values,
+                scratch,
+                groups,
+                vocab,
+                num_bias,
+                num_bans,
+                processed,
+                BATCH,
+                WIDE,
+            )
+
+    generated = tl.load(state + S_NUM_GENERATED) + 1
+    max_tokens = tl.load(params + P_MAX_TOKENS)
+    reason = tl.where((max_tokens > 0) & (generated >= max_tokens), FINISH_LENGTH, 0)
+    num_stop = tl.load(params + P_NUM_STOP)
+    stops = 0
+    for first in range(0, num_stop, 32):
+        i = first + tl.arange(0, 32)
+        ids = tl.load(params + stop_ids + i, mask=i < num_stop, other=-1)
+        stops += tl.sum((ids == token).to(tl.int32))
+    reason = tl.where(stops > 0, FINISH_STOP, reason)
+    counted = ((flags & (F_FILTERED | F_GREEDY)) != 0) | (special == EMPTY_ROW)
+
+    wide_token = token.to(tl.int64)
+    _store_i64(out + O_TOKEN_ID, wide_token)
+    _store_f32(out + O_LOGPROB, logprob)
+    tl.store(out + O_RANK, rank)
+    tl.store(out + O_NUM_KEPT, tl.where(counted, num_kept, 0))
+    tl.store(out + O_FINISH_REASON, reason)
+    tl.store(out + O_FLAGS, row_flags)
+    tl.store(out + O_GENERATION, tl.load(state + S_GENERATION))
+
+    _store_i64(state + S_POSITION, _i64(state + S_POSITION) + 1)
+    _store_i64(state + S_LAST_TOKEN, wide_token)
+    tl.store(state + S_NUM_GENERATED, generated)
+    tl.store(state + S_FINISH_REASON, reason)
+    for step in range(0, recent_tokens, 32):
+        # From the end, so that no word is overwritten before it has moved.
+        i = recent_tokens - 1 - step - tl.arange(0, 32)
+        older = tl.load(state + S_RECENT + i - 1, mask=i > 0, other=0)
+        tl.debug_barrier()
+        tl.store(state + S_RECENT + i, tl.where(i == 0, token, older), mask=i >= 0)
+        tl.debug_barrier()
+    if penalties:
+        bits_at = row[5] + (token >> 5)
+        bits = tl.load(bits_at)
+        bit = tl.full((), 1, tl.int32) << (token & 31)
+        count = tl.load(row[6] + token)
+        tl.debug_barrier()
+        tl.store(row[6] + token, tl.where((bits & bit) != 0, count, 0) + 1)
+        tl.store(bits_at, bits | bit)

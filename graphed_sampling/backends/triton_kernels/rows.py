@@ -1,0 +1,171 @@
+"""A row's parameters, its logits, and what processing makes of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphed_sampling.backends.triton_kernels.constants import (
+    CHECK_ALLOWED,
+    CHECK_GRAMMAR,
+    CHECK_PENALTIES,
+    EMPTY_ROW,
+    F_ALLOWED,
+    F_LISTS,
+    F_MEAN,
+    F_PENALTIES,
+    F_RAW,
+    F_TOTAL,
+    FLT_MAX,
+    HAS_BITMASK,
+    HAS_GIVEN,
+    HAS_WORDS,
+    INF,
+    LOG2_E,
+    NEG_INF,
+    P_FREQUENCY,
+    P_PRESENCE,
+    P_REPETITION,
+    P_SCALE,
+    P_SEED,
+    POSITIVE_INFINITY,
+    S_POSITION,
+)
+from graphed_sampling.backends.triton_kernels.numbers import (
+    _f32,
+    _i64,
+)
+
+
+@triton.jit
+def _checks(flags, mode, given):
+    """CHECK_* bits of a row."""
+    grammar = (mode & HAS_BITMASK) != 0
+    if (mode & HAS_GIVEN) != 0:
+        grammar = grammar & (tl.load(given) != 0)
+    checks = tl.where(grammar, CHECK_GRAMMAR, 0)
+    checks |= tl.where((flags & F_ALLOWED) != 0, CHECK_ALLOWED, 0)
+    return checks | tl.where((flags & F_PENALTIES) != 0, CHECK_PENALTIES, 0)
+
+
+@triton.jit
+def _wishes(flags, params):
+    """What `stream` has to compute for a row: sums at its temperature; sums of weight * z; sums of
+    the raw logits. Raw and processed logits have statistics of their own where they may differ
+    (split), and only sums of their own where just the temperature does (both)."""
+    wants_sum = (flags & F_TOTAL) != 0
+    wants_raw = (flags & F_RAW) != 0
+    scale = _f32(params + P_SCALE)
+    return wants_sum, (flags & F_MEAN) != 0, wants_raw, scale
+
+
+@triton.jit
+def _bit(bitmap, ids, inside):
+    return (tl.load(bitmap + (ids >> 5), mask=inside, other=0) >> (ids & 31)) & 1
+
+
+@triton.jit
+def _sanitised(logits, ids, inside):
+    """The row's logits as fp32, NaN as -inf, -0.0 as 0.0; -inf where not inside."""
+    x = tl.load(logits + ids, mask=inside, other=NEG_INF).to(tl.float32)
+    return tl.where(x != x, NEG_INF, x) + 0.0
+
+
+@triton.jit
+def _processed(x, ids, inside, row, num_bias, num_bans):
+    """y of sanitised x: +inf where an unbanned x is, -inf where banned.
+
+    row: see `_row`. The lists of bias and bans are applied up to the given lengths.
+    """
+    _, params, grammar, allowed, prompt, output, counts, checks, bias_ids, bias_values, bans = row
+    y = x
+    banned = x == NEG_INF
+    for i in range(num_bias):
+        hit = ids == tl.load(bias_ids + i)
+        bias = tl.where(hit, _f32(bias_values + i), 0.0)
+        banned |= bias == NEG_INF
+        y = tl.where(hit & (bias > NEG_INF), y + bias, y)
+    for i in range(num_bans):
+        banned |= ids == tl.load(bans + i)
+    if (checks & CHECK_GRAMMAR) != 0:
+        banned |= _bit(grammar, ids, inside) == 0
+    if (checks & CHECK_ALLOWED) != 0:
+        banned |= _bit(allowed, ids, inside) == 0
+    if (checks & CHECK_PENALTIES) != 0:
+        in_output = _bit(output, ids, inside) != 0
+        seen = in_output | (_bit(prompt, ids, inside) != 0)
+        repetition = _f32(params + P_REPETITION)
+        scaled = tl.where(y > 0, tl.div_rn(y, repetition + tl.zeros_like(y)), y * repetition)
+        y = tl.where(seen, scaled, y)
+        count = tl.load(counts + ids, mask=inside & in_output, other=0).to(tl.float32)
+        y = y - count * _f32(params + P_FREQUENCY)
+        y = tl.where(in_output, y - _f32(params + P_PRESENCE), y)
+    y = tl.minimum(tl.maximum(y, -FLT_MAX), FLT_MAX) + 0.0
+    y = tl.where(x == INF, INF, y)
+    return tl.where(banned, NEG_INF, y)
+
+
+@triton.jit
+def _special(y, ids, special, fallback):
+    """y of rows that hold +inf, or nothing: the entries that alone survive count as 0."""
+    if special == POSITIVE_INFINITY:
+        y = tl.where(y == INF, 0.0, NEG_INF)
+    elif special == EMPTY_ROW:
+        y = tl.where(ids == fallback, 0.0, NEG_INF)
+    return y
+
+
+@triton.jit
+def _row(
+    logits_row, params, slot, index, tables, bitmask, bitmask_stride, given, scratch, mode, flags,
+    vocab, bias_ids, bias_values, bans_at, prompt_bits, output_bits, counts_at,
+):  # fmt: skip
+    """What `_processed` has to know of a row."""
+    bitmap = (vocab + 31) // 32
+    at = slot * bitmap
+    return (
+        logits_row,
+        params,
+        bitmask + index * bitmask_stride,
+        tables + at,
+        tables + prompt_bits + at,
+        tables + output_bits + at,
+        tables + counts_at + slot * vocab,
+        _checks(flags, mode, given),
+        params + bias_ids,
+        params + bias_values,
+        scratch + bans_at,
+    )
+
+
+@triton.jit
+def _survives(y, ids, highest, lowest, lowest_id):
+    return (y > NEG_INF) & (y <= highest) & ((y > lowest) | ((y == lowest) & (ids <= lowest_id)))
+
+
+@triton.jit
+def _word(seed, position):
+    """The 64 bits of a draw of stream 0."""
+    low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
+    out0, out1, _, _ = tl.philox(seed.to(tl.uint64), low, high, low * 0, low * 0)
+    return (out1.to(tl.uint32).to(tl.int64) << 32) | out0.to(tl.uint32).to(tl.int64)
+
+
+@triton.jit
+def _row_word(params, state, words, given, mode, index):
+    """The row's word: its own of this position, or the caller's."""
+    use_words = (mode & HAS_WORDS) != 0
+    if (mode & HAS_GIVEN) != 0:
+        use_words = use_words & (tl.load(given + 1) != 0)
+    word = _word(_i64(params + P_SEED), _i64(state + S_POSITION))
+    if use_words:
+        word = tl.load(words + index)
+    return word
+
+
+@triton.jit
+def _split(flags, params, row):
+    """Whether raw and processed logits have statistics of their own; or sums only."""
+    wants_sum, _, wants_raw, scale = _wishes(flags, params)
+    lists = (flags & F_LISTS) != 0
+    return lists | (row[7] != 0), wants_sum & wants_raw & ((scale != LOG2_E) | lists)
