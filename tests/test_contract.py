@@ -106,9 +106,11 @@ def test_random_rows_equal_the_reference(
     backend_device: BackendDevice, vocab: int, rows: int
 ) -> None:
     rng = np.random.default_rng([vocab, rows])
+    rows = backend_device.rows(rows, min(rows, 5))
     checked = CheckedTable(backend_device, vocab, 20, eos_token_ids=[vocab // 2])
     slots = admit_random(checked, rng, rows)
-    run_random_steps(checked, rng, slots, 4, extremes=0.2 if vocab < 200 else 0.0)
+    steps = backend_device.rows(4, 2)
+    run_random_steps(checked, rng, slots, steps, extremes=0.2 if vocab < 200 else 0.0)
     if rows:
         # At V = 32000 a twentieth of the mass lies in tokens narrower than the tolerance.
         checked.tally.check(ambiguous=0.2 if vocab < 200 else 0.5)
@@ -121,8 +123,9 @@ def test_large_vocabularies_equal_the_reference(backend_device: BackendDevice, v
     rng = np.random.default_rng(vocab)
     checked = CheckedTable(backend_device, vocab, 4)
     slots = admit_random(checked, rng, 3)
+    steps = backend_device.rows(3, 1)
     run_random_steps(
-        checked, rng, slots, 3, dtype=torch.bfloat16, placement="padded", kinds=("zipf", "nan")
+        checked, rng, slots, steps, dtype=torch.bfloat16, placement="padded", kinds=("zipf", "nan")
     )
     checked.tally.check(ambiguous=0.5)
 
@@ -131,8 +134,8 @@ def test_large_vocabularies_equal_the_reference(backend_device: BackendDevice, v
 def test_each_kind_of_row_under_many_parameters(backend_device: BackendDevice, kind: str) -> None:
     rng = np.random.default_rng(KINDS.index(kind))
     checked = CheckedTable(backend_device, 37, 64, eos_token_ids=[0, 36])
-    slots = admit_random(checked, rng, 60, rate=0.4)
-    run_random_steps(checked, rng, slots, 3, kinds=(kind,))
+    slots = admit_random(checked, rng, backend_device.rows(60, 20), rate=0.4)
+    run_random_steps(checked, rng, slots, backend_device.rows(3, 1), kinds=(kind,))
     # Subnormal logits differ by less than float64 tells apart in a probability: typical_p and the
     # cutoffs then rank what is equal but for rounding.
     limits = {"ambiguous": 0.3, "differences": 0.15} if kind == "subnormal" else {}
@@ -147,7 +150,8 @@ def test_dtypes_and_memory_layouts(
     rng = np.random.default_rng(11)
     checked = CheckedTable(backend_device, 111, 8)
     slots = admit_random(checked, rng, 5)
-    run_random_steps(checked, rng, slots, 3, dtype=DTYPES[dtype], placement=placement, kinds=KINDS)
+    steps = backend_device.rows(3, 2)
+    run_random_steps(checked, rng, slots, steps, dtype=DTYPES[dtype], placement=placement)
     checked.tally.check()
 
 
@@ -170,7 +174,7 @@ def test_state_advances_over_many_steps(backend_device: BackendDevice, vocab: in
     """Each step's history is what the steps before it drew, requests coming and going meanwhile."""
     rng = np.random.default_rng(vocab)
     checked = CheckedTable(backend_device, vocab, 9, eos_token_ids=[0])
-    for round_number in range(6):
+    for round_number in range(backend_device.rows(6, 4)):
         for slot, request in list(checked.requests.items()):
             if request.finish or rng.random() < 0.2:
                 checked.release(slot)

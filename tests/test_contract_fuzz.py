@@ -129,19 +129,20 @@ def runs(draw: st.DrawFn) -> FuzzRun:
     return FuzzRun(vocab, draw(st.sampled_from(sorted(DTYPES))), asked, steps)
 
 
-SETTINGS = settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def settings_of(pair: BackendDevice) -> settings:
+    return settings(
+        max_examples=pair.rows(150, 25),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 def test_any_run_equals_the_reference(backend_device: BackendDevice) -> None:
     total = Tally()
 
-    @SETTINGS
+    @settings_of(backend_device)
     @given(run=runs())
     def check(run: FuzzRun) -> None:
         checked = CheckedTable(
@@ -172,7 +173,7 @@ def test_any_run_equals_the_reference(backend_device: BackendDevice) -> None:
 def test_no_row_is_empty_or_out_of_range(backend_device: BackendDevice) -> None:
     """Without the reference: both extreme words draw an id of the vocabulary."""
 
-    @SETTINGS
+    @settings_of(backend_device)
     @given(
         pattern=st.lists(LOGITS, min_size=1, max_size=8),
         repeats=st.integers(1, 6),

@@ -639,9 +639,10 @@ def test_it_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_python(code: str, **env: str) -> str:
-    """What a fresh process prints."""
+    """What a fresh process prints, in which no backend runs in an interpreter."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
+        [sys.executable, "-c", code], env=plain | env, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -695,7 +696,7 @@ def step():
 
     def inner():
         cpu._kernels.cache_clear()
-        cpu.warm_up(table.layout)
+        cpu.warm_up(table.layout, table.device, (torch.float32,))
         cpu.sample_step(
             logits, slots, table.params, table.state, table.tables, output, nothing, table.layout,
             grammar_bitmask=None, words=None, given=None,

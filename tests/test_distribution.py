@@ -81,6 +81,7 @@ def test_a_large_vocabulary(backend_device: BackendDevice) -> None:
 def test_consecutive_draws_are_uncorrelated(backend_device: BackendDevice) -> None:
     logits = np.log(np.array([0.3, 0.25, 0.2, 0.1, 0.1, 0.05])).astype(np.float32)
     one = Case(logits)
+    backend_device.require_speed()
     drawn = draw(backend_device, [one], 256, 200, first_seed=7)
     check_independence(drawn, one.probabilities(backend_device), FALSE_ALARM)
 
@@ -90,6 +91,7 @@ def test_thousand_replays_of_one_graph(backend_device: BackendDevice) -> None:
 
     The state goes on all the while; the rows have no penalties.
     """
+    backend_device.require_speed()
     cases = [CASES["unfiltered"], CASES["top_k-top_p"], CASES["typical"], CASES["min_p"]]
     logits = torch.from_numpy(np.stack([c.logits for c in cases] * 4)).to(backend_device.device)
     rows = len(logits)
@@ -118,6 +120,7 @@ def test_graphed_draws_of_mixed_rows(backend_device: BackendDevice) -> None:
 
 def test_children_of_one_seed_are_independent(backend_device: BackendDevice) -> None:
     """n samples of one request: their draws at one position are as good as n seeds'."""
+    backend_device.require_speed()
     probability = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     parent = SamplingParams(seed=42)
     table = RequestTable(512, 4, device=backend_device.device)

@@ -43,7 +43,9 @@ def _cases() -> list[object]:
 
 
 everywhere = pytest.mark.parametrize(("backend", "device"), _cases())
-on_gpu = pytest.mark.parametrize("backend", [pytest.param("torch", marks=gpu)])
+on_gpu = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=gpu) for name in ("triton", "torch")]
+)
 
 MIXED = [
     SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1, logprobs=3, rank=True),
