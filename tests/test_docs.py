@@ -67,3 +67,11 @@ def test_the_sizes_in_the_documentation_are_those_of_a_default_table() -> None:
     assert sizes["allowed_bits"] == 128256 // 8
     assert sizes["prompt_bits"] + sizes["output_bits"] == 128256 // 4
     assert sizes["counts"] == 4 * 128256
+
+
+@needs_sources
+def test_the_documentation_tells_what_scratch_a_row_takes() -> None:
+    layout = RequestTable(1, 128256, device="cpu").layout
+    words = [backends.module("triton").scratch_words(layout, rows) for rows in (1, 2)]
+    text = (ROOT / "docs" / "engines.md").read_text()
+    assert f"({4 * (words[1] - words[0]):,} at V = 128256" in text
