@@ -9,7 +9,9 @@ NATIVE := setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 setup: .venv/ready .venv/lint
 test: .venv/ready ; $(BIN)/python -m pytest -q
 demo: .venv/ready ; $(BIN)/graphed-sampling demo
-bench: .venv/ready ; $(BIN)/python bench/bench_host.py
+bench: .venv/ready
+	$(BIN)/python bench/bench_host.py
+	$(BIN)/python bench/bench_step.py --quick --time-limit 120
 
 lint: .venv/ready .venv/lint
 	$(BIN)/ruff check

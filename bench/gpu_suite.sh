@@ -2,7 +2,9 @@
 # The GPU tests and measurements in one go, on a machine that has a GPU:
 #     bench/gpu_suite.sh [FOLDER FOR RESULTS] [WHEELS...]
 # Installs the given wheels (the package's own, built anywhere, and what the machine lacks) into a
-# folder of its own and runs against that; without wheels, against the source tree.
+# folder of its own and runs against that; without wheels, against the source tree. PYTEST_ARGS and
+# STEP_ARGS are further arguments of pytest and of bench_step.py (STEP_SECONDS: its time limit). The
+# exit status is not 0 if a test failed, or a contender of bench_step.py.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=$(mkdir -p "${1:-gpu-results}" && cd "${1:-gpu-results}" && pwd)
@@ -21,4 +23,7 @@ python3 -c 'import graphed_sampling as g, torch; print(g.__file__, torch.__versi
 python3 -m pytest -q -p no:cacheprovider ${PYTEST_ARGS:-} tests 2>&1 | tee "$results/tests.log" | tail -40
 status=${PIPESTATUS[0]}
 python3 bench/bench_host.py --json "$results/host.json" 2>&1 | tee "$results/host.log" | tail -70
-exit "$status"
+python3 bench/bench_step.py --json "$results/step.json" --time-limit "${STEP_SECONDS:-300}" \
+  ${STEP_ARGS:-} 2>&1 | tee "$results/step.log" | tail -150
+step_status=${PIPESTATUS[0]}
+exit $((status ? status : step_status))
