@@ -622,7 +622,7 @@ def check_spaced_words(pair: BackendDevice, case: Case, num_words: int = 2**16) 
     The words and their mid-points are those of an exact inverse CDF; 1 for the end of either side,
     and nothing for rounding, which moves a boundary by 2^-20 at most.
     """
-    num_words = pair.rows(num_words, 64)
+    num_words = pair.rows(num_words, 32)
     slots = min(1024, num_words)
     drawn = draw(pair, [case], slots, num_words // slots, words=spaced_words(num_words))
     assert ((drawn >= 0) & (drawn < len(case.logits))).all(), "an id out of range"
