@@ -34,7 +34,8 @@ _BRACKETED: Final = 16384
 # Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
 # thread, which rare branches would otherwise drive up. None of it changes a result: sums over
 # groups are integers, and those inside a group are a fixed tree.
-_STREAM: Final = {"num_warps": 4, "maxnreg": 48}
+_STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 48}
+_STREAM_32_BITS: Final = {"num_warps": 2, "maxnreg": 96}
 _FINISH: Final = {"num_warps": 4, "maxnreg": 128}
 _COLLECT: Final = {"num_warps": 4, "maxnreg": 64}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
@@ -143,7 +144,7 @@ class _Arguments:
     """What the kernels take. Tensors, or for a compilation their dtypes.
 
     unit: the number of logits in 16 bytes where all rows are aligned to that and the vocabulary is
-    a multiple, else 1. stride, bitmask_stride: in elements.
+    a multiple, else 1. stride, bitmask_stride: in elements. logits_bytes: of one.
     """
 
     logits: Any
@@ -158,6 +159,7 @@ class _Arguments:
     given: Any
     stride: int
     bitmask_stride: int
+    logits_bytes: int
     unit: int
     mode: int
 
@@ -199,7 +201,7 @@ def _launches(
             groups_64, layout.max_requests, layout.params_words, layout.state_words,
             layout.bias_ids, layout.bias_values, at.bans, *penalties,
         ),
-        _STREAM,
+        _STREAM_32_BITS if a.logits_bytes == 4 else _STREAM_16_BITS,
     )  # fmt: skip
     yield launch(
         kernels.finish,
@@ -282,6 +284,7 @@ def sample_step(
         given=slots if given is None else given,
         stride=stride,
         bitmask_stride=0 if grammar_bitmask is None else grammar_bitmask.stride(0),
+        logits_bytes=logits.element_size(),
         unit=_unit(logits, stride, layout.vocab_size),
         mode=(grammar_bitmask is not None) + 2 * (words is not None) + 4 * (given is not None),
     )
@@ -310,7 +313,7 @@ def warm_up(
                     continue
                 arguments = _Arguments(
                     dtype, int32, int32, int32, int32, int32, int32, int32, int64, int32,
-                    stride=unit, bitmask_stride=0, unit=unit, mode=0,
+                    stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit, mode=0,
                 )  # fmt: skip
                 for launch in _launches(arguments, layout, 1, device):
                     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.keywords)

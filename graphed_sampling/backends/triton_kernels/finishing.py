@@ -422,7 +422,7 @@ def finish(
         bans = scratch + bans_at
         if (flags & F_LISTS) != 0:
             num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
-        largest = _super_maxima(scratch, super_maxima, supers, WIDE)
+        largest = _super_maxima(scratch, super_maxima, supers, 2048)
         if largest == INF:
             group_list = scratch + groups * GROUP_LIST
             unusual = _list_groups(
@@ -432,7 +432,7 @@ def finish(
                 row, scratch, group_list, unusual, groups, vocab, num_bias, num_bans, split, both,
                 wants_sum, wants_moment, scale, False,
             )  # fmt: skip
-            largest = _super_maxima(scratch, super_maxima, supers, WIDE)
+            largest = _super_maxima(scratch, super_maxima, supers, 2048)
         if num_bias + num_bans > 0:
             _repair_groups(
                 row, scratch, params + bias_ids, num_bias, groups, vocab, num_bias, num_bans,
@@ -442,7 +442,7 @@ def finish(
                 row, scratch, bans, num_bans, groups, vocab, num_bias, num_bans, split, both,
                 wants_sum, wants_moment, scale, True,
             )  # fmt: skip
-            largest = _super_maxima(scratch, super_maxima, supers, WIDE)
+            largest = _super_maxima(scratch, super_maxima, supers, 2048)
         plan = BY_ROW
         count = 0
         token = 0

@@ -192,15 +192,30 @@ def _top_bound(maxima, count, largest, k):
 
 
 @triton.jit
-def _outside(maxima, sums, first, groups, largest, scale, unit, middle, mean, SIZE: tl.constexpr):
-    """int32: at most what tokens of groups weigh below z = middle and above 2 * mean - middle."""
-    i = first + tl.arange(0, SIZE)
+def _group_weights(maxima, sums, first, groups, largest, scale, unit):
+    """Of 2048 groups: z of the maximum; and in units, as int32, the weight of all tokens, and of
+    all but the maximum."""
+    i = first + tl.arange(0, 2048)
     z = (_floats(maxima, i, i < groups) - largest) * scale
     top = tl.exp2(z) * unit
     weight = tl.where(z > -126.0, _floats(sums, i, i < groups) * top, 0.0)
-    rest = tl.minimum(weight - top, tl.exp2(middle) * 63.0 * unit)
-    rest = tl.where((z < middle) | (z > 2.0 * mean - middle), weight, rest)
-    return tl.sum(rest.to(tl.int32))
+    return z, weight.to(tl.int32), tl.maximum(weight - top, 0.0).to(tl.int32)
+
+
+@triton.jit
+def _outside(z, weight, rest, middle, most, mean):
+    """At most what tokens of groups weigh below z = middle and above 2 * mean - middle."""
+    wholly = (z < middle) | (z > 2.0 * mean - middle)
+    return tl.sum(tl.where(wholly, weight, tl.minimum(rest, most)))
+
+
+@triton.jit(noinline=True)
+def _outside_of_many(maxima, sums, groups, largest, scale, unit, middle, most, mean):
+    outside = 0
+    for first in range(0, groups, 2048):
+        z, weight, rest = _group_weights(maxima, sums, first, groups, largest, scale, unit)
+        outside += _outside(z, weight, rest, middle, most, mean)
+    return outside
 
 
 @triton.jit
@@ -215,12 +230,15 @@ def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
     tokens = (groups * 64).to(tl.float32)
     low = tl.minimum(tl.log2(tl.maximum(share * 8388608.0, 1.0) / (tokens * unit)), 0.0)
     high = tl.full((), 0.0, tl.float32)
+    z, weight, rest = _group_weights(maxima, sums, 0, groups, largest, scale, unit)
     for _step in range(7):
         middle = 0.5 * (low + high)
-        outside = 0
-        for first in range(0, groups, 2048):
-            outside += _outside(
-                maxima, sums, first, groups, largest, scale, unit, middle, mean, 2048
+        most = (tl.exp2(middle) * 63.0 * unit).to(tl.int32) + 1
+        if groups <= 2048:
+            outside = _outside(z, weight, rest, middle, most, mean)
+        else:
+            outside = _outside_of_many(
+                maxima, sums, groups, largest, scale, unit, middle, most, mean
             )
         fits = outside <= budget
         low = tl.where(fits, middle, low)

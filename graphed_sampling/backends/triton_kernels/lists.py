@@ -132,12 +132,16 @@ def _nearest(distance, q, kept, target):
     bits = distance.to(tl.int64, bitcast=True)
     low = tl.full((), -1, tl.int64)
     high = tl.max(tl.where(kept, bits, 0))
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    # Until one distance is left between low and high, or the same one several times.
+    left = 2
+    while (left > 1) & (high - low > 1):
+        middle = low + ((high - low) >> 1)
         reached = tl.sum(tl.where(kept & (bits <= middle), q, 0)) >= target
         low = tl.where(reached, low, middle)
         high = tl.where(reached, middle, high)
-    return high.to(tl.float64, bitcast=True)
+        left = tl.sum((kept & (bits > low) & (bits <= high)).to(tl.int32))
+    found = tl.max(tl.where(kept & (bits > low) & (bits <= high), bits, -1))
+    return found.to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -176,6 +180,8 @@ def _filter_list(
             # Every candidate against every other: how many come before it, and what they weigh.
             _store_i64(list_q + 2 * i, q, mask=kept)
             tl.debug_barrier()
+            # Read back, so that the loop finds it in the nearest cache.
+            q = tl.where(kept, _i64(list_q + 2 * i), 0)
             number_before = tl.zeros([SIZE], tl.int32)
             mass_before = tl.zeros([SIZE], tl.int64)
             for first in range(0, count, 4):
