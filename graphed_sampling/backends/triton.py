@@ -25,11 +25,18 @@ NAME: Final = "triton"
 CHOSEN_FOR: Final = "tables on a GPU, where Triton is installed"
 REFUSES: Final[frozenset[str]] = frozenset()
 
-# The kernels' own numbers of these names.
-_TILE: Final = 2048
-_LISTED: Final = 2048
-_SHORT: Final = 128
-_BRACKETED: Final = 16384
+GROUP: Final = 64
+"""Tokens of which `stream` keeps a maximum and a sum: a cache line of bf16."""
+TILE: Final = 2048
+"""Tokens that a program reads at a time."""
+LISTED: Final = 2048
+"""Candidates that a row's list holds."""
+SHORT: Final = 128
+"""Candidates of a list whose order is found by comparing all pairs."""
+BRACKETED: Final = 16384
+"""Tokens around the cut of a flat row that its list holds."""
+HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
+"""Bits of `mode`: which optional inputs there are."""
 
 # Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
 # thread, which rare branches would otherwise drive up. None of it changes a result: sums over
@@ -112,13 +119,13 @@ class _Scratch:
 @functools.lru_cache
 def _scratch(layout: TableLayout) -> _Scratch:
     # Whole tiles, whose programs write the statistics of all their groups.
-    groups = -(-layout.vocab_size // 4096) * 64
+    groups = -(-layout.vocab_size // (2 * TILE)) * (2 * TILE // GROUP)
     masses = 6 * groups + groups // 2
     plan = masses + 2 * groups
     candidates = plan + 8
-    bracket = candidates + 2 * _LISTED + 2 * _SHORT
+    bracket = candidates + 2 * LISTED + 2 * SHORT
     # Rows of smaller vocabularies never need a bracket.
-    bans = bracket + (2 * _BRACKETED if layout.vocab_size >= _BRACKETED else 0)
+    bans = bracket + (2 * BRACKETED if layout.vocab_size >= BRACKETED else 0)
     words = bans + layout.max_stop_ids + layout.max_bad_words
     return _Scratch(groups, masses, plan, candidates, bracket, bans, words + -words % 32)
 
@@ -170,7 +177,7 @@ def _launches(
     """The launches of one step, in order."""
     kernels, at = _kernels(), _scratch(layout)
     vocab = layout.vocab_size
-    tiles = -(-vocab // _TILE)
+    tiles = -(-vocab // TILE)
     penalties = (0, 0, 0)
     if layout.penalties:
         penalties = (layout.prompt_bits, layout.output_bits, layout.counts)
@@ -195,7 +202,7 @@ def _launches(
     vocab_units, groups_64, scratch_32 = vocab // a.unit, at.groups // 64, at.words // 32
     yield launch(
         kernels.stream,
-        (rows, at.groups * 64 // _TILE),
+        (rows, at.groups * GROUP // TILE),
         (
             *inputs, a.state, *masks, a.given, a.scratch, scratch_32, a.mode, vocab_units,
             groups_64, layout.max_requests, layout.params_words, layout.state_words,
@@ -218,7 +225,7 @@ def _launches(
         BATCH=64,
         WIDE=1024,
     )  # fmt: skip
-    if vocab >= _BRACKETED:
+    if vocab >= BRACKETED:
         yield launch(
             kernels.collect,
             (min(rows * tiles, _COLLECT_PROGRAMS),),
@@ -270,6 +277,8 @@ def sample_step(
     """One step in place; arguments as the op `sample_step`, checked there."""
     rows = slots.shape[0]
     stride = logits.stride(0) if rows > 1 else logits.shape[1]
+    mode = HAS_BITMASK * (grammar_bitmask is not None) + HAS_WORDS * (words is not None)
+    mode += HAS_GIVEN * (given is not None)
     # What was not handed over is not read; a pointer of its type stands for it.
     arguments = _Arguments(
         logits=logits,
@@ -286,7 +295,7 @@ def sample_step(
         bitmask_stride=0 if grammar_bitmask is None else grammar_bitmask.stride(0),
         logits_bytes=logits.element_size(),
         unit=_unit(logits, stride, layout.vocab_size),
-        mode=(grammar_bitmask is not None) + 2 * (words is not None) + 4 * (given is not None),
+        mode=mode,
     )
     for launch in _launches(arguments, layout, rows, logits.device):
         launch.kernel[launch.grid](*launch.arguments, **launch.keywords)

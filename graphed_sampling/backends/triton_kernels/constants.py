@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from graphed_sampling.backends import triton as host
 from graphed_sampling.backends.exact_math import EXP2_COEFFICIENTS, MASS_BITS
 from graphed_sampling.backends.exact_math import LN_2 as _LN_2
 from graphed_sampling.layout import FinishReason, Output, Param, ParamFlags, RowFlags, State
@@ -18,15 +19,16 @@ def _constant(value: Any) -> Any:
     return value if triton.knobs.runtime.interpret else tl.constexpr(value)
 
 
-GROUP = _constant(64)  # tokens: a cache line of bf16
-TILE = _constant(2048)  # tokens
-GROUPS_OF_TILE = _constant(32)
-LISTED = _constant(2048)  # candidates that the list of a row holds
-BRACKETED = _constant(16384)  # tokens around the cut of a flat row that its list holds
-MIDDLE = _constant(512)
-SHORT = _constant(128)  # lists up to this are ranked by comparing all pairs
+GROUP = _constant(host.GROUP)
+TILE = _constant(host.TILE)
+GROUPS_OF_TILE = _constant(host.TILE // host.GROUP)
+LISTED = _constant(host.LISTED)
+BRACKETED = _constant(host.BRACKETED)
+SHORT = _constant(host.SHORT)
+MIDDLE = _constant(512)  # the longest list that `finish` works on
 MAX_LISTED_TOP_K = _constant(1024)
-MAX_GROUPS_READ = _constant(640)  # more are left to `dense`, which reads rows faster
+MAX_GROUPS_READ = _constant(640)  # of a row by `finish`; `dense` reads more of them faster
+
 INF = _constant(float("inf"))
 NEG_INF = _constant(float("-inf"))
 NEG_INF_BITS = _constant(-0x800000)
@@ -43,7 +45,9 @@ SUMS, RAW_MAXIMA, RAW_SUMS, MOMENTS, GROUP_LIST = (_constant(i) for i in range(1
 SUPERS = _constant(6)
 
 # What `mode` says of optional inputs.
-HAS_BITMASK, HAS_WORDS, HAS_GIVEN = _constant(1), _constant(2), _constant(4)
+HAS_BITMASK, HAS_WORDS, HAS_GIVEN = (
+    _constant(bit) for bit in (host.HAS_BITMASK, host.HAS_WORDS, host.HAS_GIVEN)
+)
 
 # What a row's plan says is left of it for `dense`.
 DONE, BY_ROW, BY_LIST, BY_BRACKET = (_constant(i) for i in range(4))

@@ -121,7 +121,7 @@ def collect(
                 given, row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at,
                 prompt_bits, output_bits, counts_at,
             )  # fmt: skip
-            ids = tile * 2048 + tl.arange(0, TILE)
+            ids = tile * TILE + tl.arange(0, TILE)
             inside = ids < vocab
             y = _sanitised(row[0], ids, inside)
             num_bias = tl.load(params + P_NUM_BIAS)

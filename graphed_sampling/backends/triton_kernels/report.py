@@ -162,7 +162,7 @@ def _row_top(
     while searching:
         best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
         for tile in range(tiles):
-            ids = tile * 2048 + tl.arange(0, TILE)
+            ids = tile * TILE + tl.arange(0, TILE)
             inside = ids < vocab
             x = _sanitised(row[0], ids, inside)
             y = _special(

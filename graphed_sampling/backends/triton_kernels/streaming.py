@@ -87,7 +87,7 @@ def _moments(y, maximum, scale):
 def _tile(logits, first, vocab):
     """A tile of a row's logits, from `first` on; -inf past its end."""
     offsets = first + tl.arange(0, TILE)
-    if first + 2048 <= vocab:
+    if first + TILE <= vocab:
         x = tl.load(logits + offsets)
     else:
         x = tl.load(logits + offsets, mask=offsets < vocab, other=NEG_INF)
@@ -126,7 +126,7 @@ def _store_statistics(at, groups, x, y, split, both, wants_sum, wants_moment, sc
 def _stream_checked(row, first, vocab, at, groups, wants_sum, wants_moment, scale):
     """`stream` of a tile in which masks or penalties count."""
     raw_scale = tl.full((), LOG2_E, tl.float32)
-    for start in range(first, first + 2048, 1024):
+    for start in range(first, first + TILE, 1024):
         ids = tl.reshape(start + tl.arange(0, 1024), [16, GROUP])
         inside = ids < vocab
         x = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
@@ -163,7 +163,7 @@ def stream(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * 2048
+    first = tl.program_id(1) * TILE
     # Passed in parts, so that the compiler knows what divides them.
     groups = groups_64 * 64
     scratch_words = scratch_32 * 32

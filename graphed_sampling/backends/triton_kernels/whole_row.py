@@ -49,7 +49,7 @@ from graphed_sampling.backends.triton_kernels.rows import (
 
 @triton.jit
 def _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback):
-    ids = tile * 2048 + tl.arange(0, TILE)
+    ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
     y = _processed(_sanitised(row[0], ids, inside), ids, inside, row, num_bias, num_bans)
     return _special(y, ids, special, fallback), ids
@@ -213,7 +213,7 @@ def _draw_from_row(
         z = tl.where(kept, (y.to(tl.float64) - highest.to(tl.float64)) * scale, 0.0)
         q = tl.where(kept, _masses(_exp2(z)), 0)
         cumulative = before + tl.cumsum(q, 0)
-        token = tile * 2048 + tl.sum((cumulative <= position).to(tl.int32))
+        token = tile * TILE + tl.sum((cumulative <= position).to(tl.int32))
         before += tl.sum(q)
         found = (before > position).to(tl.int32)
         tile += 1
