@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers import BackendDevice
 
 from graphed_sampling import (
     GraphedSampler,
@@ -99,17 +100,18 @@ def test_replay_equals_eager(backend: str, device: str, dtype: torch.dtype) -> N
 @everywhere
 def test_replays_draw_afresh_and_repeat_under_the_same_seed(backend: str, device: str) -> None:
     sequences = []
+    steps = BackendDevice(backend, torch.device(device)).rows(200, 40)
     for _ in range(2):
         table = make_table(device)
         slot = table.admit(SamplingParams(seed=123))
         sampler = GraphedSampler(table, (1,), backend=backend)
         sampler.logits_buffer(1).zero_()
         slots = torch.tensor([slot], dtype=torch.int32)
-        tokens = [sampler(sampler.logits_buffer(1), slots).token_ids.clone() for _ in range(200)]
+        tokens = [sampler(sampler.logits_buffer(1), slots).token_ids.clone() for _ in range(steps)]
         sequences.append(torch.cat(tokens).tolist())
     assert sequences[0] == sequences[1]
     # 200 draws from 1000 equally likely tokens: 181 distinct are expected, standard deviation 4.
-    assert len(set(sequences[0])) > 150
+    assert len(set(sequences[0])) > 0.75 * steps
 
 
 @everywhere

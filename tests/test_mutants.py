@@ -225,7 +225,11 @@ def logits_are_scaled_in_place(step: Step) -> Callable[[], object]:
 
 def temperature_is_applied_twice(step: Step) -> None:
     step.params = step.params.clone()
-    step.params.view(torch.float32)[:, Param.TEMPERATURE].square_()
+    real, wide = step.params.view(torch.float32), step.params.view(torch.float64)
+    temperature = real[:, Param.TEMPERATURE]
+    real[:, Param.SCALE].div_(temperature)
+    wide[:, Param.WIDE_SCALE // 2].div_(temperature)
+    temperature.square_()
 
 
 # The checks, each as a function of backend and device.
