@@ -538,7 +538,8 @@ def test_samplers_made_at_once_by_several_threads(backend: str) -> None:
         slots = admit_mixed(table)
         sampler = GraphedSampler(table, (8,), backend=backend)
         results[number] = sampler(random_logits(0, len(MIXED), "cuda"), slots).record.clone()
-        torch.cuda.synchronize()
+        # Not the device: another thread may be capturing on it.
+        torch.cuda.current_stream().synchronize()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:

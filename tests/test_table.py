@@ -345,11 +345,51 @@ def test_the_header_holds_what_fp32_stores(device: str) -> None:
         | ParamFlags.PROCESSED
         | ParamFlags.RANK
         | ParamFlags.PENALTIES
+        | ParamFlags.LISTS
     )
+    scale = math.log2(math.e) / float(np.float32(0.7))
+    assert header.view(np.float64)[Param.WIDE_SCALE // 2] == scale
+    assert real[Param.SCALE] == np.float32(scale)
     assert ParamFlags(int(headers[greedy][Param.FLAGS])) == ParamFlags.ADMITTED | ParamFlags.GREEDY
     assert headers[greedy][Param.TOP_K] == 0
     assert headers[greedy].view(np.float32)[Param.TEMPERATURE] == 1.0
-    assert ParamFlags(int(headers[off][Param.FLAGS])) == ParamFlags.ADMITTED
+    assert headers[greedy].view(np.float32)[Param.SCALE] == np.float32(math.log2(math.e))
+    assert ParamFlags(int(headers[off][Param.FLAGS])) == ParamFlags.ADMITTED | ParamFlags.TOTAL
+
+
+@pytest.mark.parametrize(
+    "params, expected",
+    [
+        ({}, ParamFlags.TOTAL),
+        ({"logprobs": 0}, ParamFlags.TOTAL | ParamFlags.RAW),
+        ({"rank": True}, ParamFlags.TOTAL | ParamFlags.RAW),
+        ({"logprob_token_ids": [1]}, ParamFlags.TOTAL | ParamFlags.RAW),
+        ({"logprobs": 0, "logprobs_mode": "processed"}, ParamFlags.TOTAL),
+        ({"top_p": 0.9}, ParamFlags.TOTAL),
+        ({"epsilon_cutoff": 0.1}, ParamFlags.TOTAL),
+        ({"typical_p": 0.9}, ParamFlags.TOTAL | ParamFlags.MEAN),
+        ({"eta_cutoff": 0.1}, ParamFlags.TOTAL | ParamFlags.MEAN),
+        ({"typical_p": 0.9, "top_p": 0.9}, ParamFlags.TOTAL),
+        ({"top_k": 5, "typical_p": 0.9}, ParamFlags(0)),
+        ({"min_p": 0.1, "top_p": 0.9}, ParamFlags(0)),
+        ({"top_n_sigma": 1.0, "eta_cutoff": 0.1}, ParamFlags(0)),
+        ({"temperature": 0.0, "typical_p": 0.9}, ParamFlags(0)),
+        ({"logit_bias": {1: 1.0}}, ParamFlags.TOTAL | ParamFlags.LISTS),
+        ({"bad_words_ids": [[1]]}, ParamFlags.TOTAL | ParamFlags.LISTS),
+        ({"min_tokens": 1}, ParamFlags.TOTAL | ParamFlags.LISTS),
+        ({"stop_token_ids": [1]}, ParamFlags.TOTAL),
+    ],
+    ids=str,
+)
+def test_the_header_says_what_sums_a_row_needs(
+    device: str, params: dict[str, Any], expected: ParamFlags
+) -> None:
+    table = make_table(device)
+    slot = table.admit(SamplingParams(**params))
+    table.upload()
+    flags = ParamFlags(int(table.params[slot, Param.FLAGS]))
+    mask = ParamFlags.TOTAL | ParamFlags.MEAN | ParamFlags.RAW | ParamFlags.LISTS
+    assert flags & mask == expected
 
 
 def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None:
