@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
