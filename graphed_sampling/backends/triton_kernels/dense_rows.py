@@ -358,9 +358,9 @@ def dense(
             row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
             output_bits, counts_at,
         )  # fmt: skip
-        split, both = _split(flags, params, row)
         num_bias = tl.load(params + P_NUM_BIAS)
         num_bans = tl.load(plan + PLAN_BANS)
+        split, both = _split(flags, params, row, num_bias + num_bans)
         word = _row_word(params, row_state, words, given, mode, index)
         largest = _maximum(row_scratch, groups, WIDE)
         special = NORMAL

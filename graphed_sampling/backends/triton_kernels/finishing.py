@@ -50,6 +50,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     PLAN_LOW,
     PLAN_NAN,
     R_NAN,
+    RAW_MAXIMA,
+    RAW_SUMS,
     S_FINISH_REASON,
     S_NUM_GENERATED,
     S_RECENT,
@@ -133,6 +135,19 @@ def _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length):
 
 
 @triton.jit(noinline=True)
+def _keep_raw(scratch, groups, both):
+    """The statistics become those of the processed logits: keep them as those of the raw ones."""
+    for first in range(0, groups, 1024):
+        i = first + tl.arange(0, 1024)
+        maxima = tl.load(scratch + i, mask=i < groups, other=0)
+        tl.store(scratch + groups * RAW_MAXIMA + i, maxima, mask=i < groups)
+        if both == 0:
+            sums = tl.load(scratch + groups * SUMS + i, mask=i < groups, other=0)
+            tl.store(scratch + groups * RAW_SUMS + i, sums, mask=i < groups)
+    tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
 def _repair_groups(
     row, scratch, ids_list, count, groups, vocab, num_bias, num_bans, split, both, wants_sum,
     wants_moment, scale, TOKENS: tl.constexpr,
@@ -146,12 +161,13 @@ def _repair_groups(
         g = tl.load(ids_list + i, mask=inside, other=0)
         if TOKENS:
             g = g // 64
-        ids = g[:, None] * 64 + tl.arange(0, GROUP)[None, :]
+        group_ids = g * 64
+        ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
         real = inside[:, None] & (ids < vocab)
         x = tl.load(row[0] + ids, mask=real, other=NEG_INF).to(tl.float32)
         seen_nan |= tl.max((x != x).to(tl.int32))
         x = tl.where(x != x, NEG_INF, x) + 0.0
-        y = _processed(x, ids, real, row, num_bias, num_bans)
+        y = _processed(x, ids, real, row, num_bias, num_bans, group_ids)
         # Several listed tokens of one group write the same.
         _store_statistics(
             scratch + g, groups, x, y, split, both, wants_sum, wants_moment, scale, inside
@@ -412,7 +428,6 @@ def finish(
             scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits, output_bits,
             counts_at,
         )  # fmt: skip
-        split, both = _split(flags, params, row)
         wants_sum, wants_moment, _, scale = _wishes(flags, params)
         num_bias = tl.load(params + P_NUM_BIAS)
         num_bans = 0
@@ -422,6 +437,9 @@ def finish(
         bans = scratch + bans_at
         if (flags & F_LISTS) != 0:
             num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
+        split, both = _split(flags, params, row, num_bias + num_bans)
+        if (num_bias + num_bans > 0) & (row[7] == 0):
+            _keep_raw(scratch, groups, both)
         largest = _super_maxima(scratch, super_maxima, supers, 2048)
         if largest == INF:
             group_list = scratch + groups * GROUP_LIST

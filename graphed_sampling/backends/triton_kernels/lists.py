@@ -82,7 +82,7 @@ def _list_candidates(
             y = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
         else:
             y = _sanitised(row[0], ids, inside)
-            y = _processed(y, ids, inside, row, num_bias, num_bans)
+            y = _processed(y, ids, inside, row, num_bias, num_bans, group_ids)
         count = _append(list_y, list_ids, count, y, group_ids, y >= bound, row[0], PLAIN)
         first += BATCH
     tl.debug_barrier()

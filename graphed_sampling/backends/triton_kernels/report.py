@@ -263,7 +263,7 @@ def _top(
             value = _sanitised(row[0], ids, inside)
             kept = (value >= bound) & inside
             if processed:
-                value = _processed(value, ids, inside, row, num_bias, num_bans)
+                value = _processed(value, ids, inside, row, num_bias, num_bans, group_ids)
                 kept = (value >= bound) & _survives(value, ids, highest, lowest, lowest_id)
             count = _append(list_y, list_ids, count, value, group_ids, kept, row[0], False)
             first += BATCH
@@ -294,10 +294,10 @@ def _rank(
     _super_maxima(maxima, super_maxima, supers, WIDE)
     listed = _list_groups(maxima, super_maxima, super_list, group_list, supers, value, True)
     for first in range(0, listed, BATCH):
-        _, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
+        group_ids, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
         others = _sanitised(row[0], ids, inside)
         if processed:
-            others = _processed(others, ids, inside, row, num_bias, num_bans)
+            others = _processed(others, ids, inside, row, num_bias, num_bans, group_ids)
         rank += tl.sum(((others > value) & inside).to(tl.int32))
     return rank
 

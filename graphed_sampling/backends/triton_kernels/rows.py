@@ -11,12 +11,12 @@ from graphed_sampling.backends.triton_kernels.constants import (
     CHECK_PENALTIES,
     EMPTY_ROW,
     F_ALLOWED,
-    F_LISTS,
     F_MEAN,
     F_PENALTIES,
     F_RAW,
     F_TOTAL,
     FLT_MAX,
+    GROUP,
     HAS_BITMASK,
     HAS_GIVEN,
     HAS_WORDS,
@@ -51,8 +51,8 @@ def _checks(flags, mode, given):
 @triton.jit
 def _wishes(flags, params):
     """What `stream` has to compute for a row: sums at its temperature; sums of weight * z; sums of
-    the raw logits. Raw and processed logits have statistics of their own where they may differ
-    (split), and only sums of their own where just the temperature does (both)."""
+    the raw logits. Raw and processed logits have statistics of their own where masks or penalties
+    count, and only sums of their own where just the temperature does: see `_split`."""
     wants_sum = (flags & F_TOTAL) != 0
     wants_raw = (flags & F_RAW) != 0
     scale = _f32(params + P_SCALE)
@@ -60,8 +60,17 @@ def _wishes(flags, params):
 
 
 @triton.jit
-def _bit(bitmap, ids, inside):
-    return (tl.load(bitmap + (ids >> 5), mask=inside, other=0) >> (ids & 31)) & 1
+def _bits(bitmap, ids, inside, group_ids, vocab):
+    """The ids' bits, 0 or 1. group_ids: the first ids [B] where ids are whole groups [B, 64], of
+    which each has two words of the bitmap; else None."""
+    if group_ids is None:
+        bits = tl.load(bitmap + (ids >> 5), mask=inside, other=0) >> (ids & 31)
+    else:
+        groups: tl.constexpr = ids.shape[0]
+        at = (group_ids >> 5)[:, None] + tl.arange(0, 2)[None, :]
+        words = tl.load(bitmap + at, mask=at < (vocab + 31) // 32, other=0)
+        bits = tl.reshape(words[:, :, None] >> tl.arange(0, 32)[None, None, :], [groups, GROUP])
+    return bits & 1
 
 
 @triton.jit
@@ -72,12 +81,14 @@ def _sanitised(logits, ids, inside):
 
 
 @triton.jit
-def _processed(x, ids, inside, row, num_bias, num_bans):
+def _processed(x, ids, inside, row, num_bias, num_bans, group_ids=None):
     """y of sanitised x: +inf where an unbanned x is, -inf where banned.
 
-    row: see `_row`. The lists of bias and bans are applied up to the given lengths.
+    row: see `_row`. The lists of bias and bans are applied up to the given lengths. group_ids: see
+    `_bits`.
     """
-    _, params, grammar, allowed, prompt, output, counts, checks, bias_ids, bias_values, bans = row
+    _, params, grammar, allowed, prompt, output, counts = row[:7]
+    checks, bias_ids, bias_values, bans, vocab = row[7:]
     y = x
     banned = x == NEG_INF
     for i in range(num_bias):
@@ -88,12 +99,12 @@ def _processed(x, ids, inside, row, num_bias, num_bans):
     for i in range(num_bans):
         banned |= ids == tl.load(bans + i)
     if (checks & CHECK_GRAMMAR) != 0:
-        banned |= _bit(grammar, ids, inside) == 0
+        banned |= _bits(grammar, ids, inside, group_ids, vocab) == 0
     if (checks & CHECK_ALLOWED) != 0:
-        banned |= _bit(allowed, ids, inside) == 0
+        banned |= _bits(allowed, ids, inside, group_ids, vocab) == 0
     if (checks & CHECK_PENALTIES) != 0:
-        in_output = _bit(output, ids, inside) != 0
-        seen = in_output | (_bit(prompt, ids, inside) != 0)
+        in_output = _bits(output, ids, inside, group_ids, vocab) != 0
+        seen = in_output | (_bits(prompt, ids, inside, group_ids, vocab) != 0)
         repetition = _f32(params + P_REPETITION)
         scaled = tl.where(y > 0, tl.div_rn(y, repetition + tl.zeros_like(y)), y * repetition)
         y = tl.where(seen, scaled, y)
@@ -135,6 +146,7 @@ def _row(
         params + bias_ids,
         params + bias_values,
         scratch + bans_at,
+        vocab,
     )
 
 
@@ -164,8 +176,8 @@ def _row_word(params, state, words, given, mode, index):
 
 
 @triton.jit
-def _split(flags, params, row):
-    """Whether raw and processed logits have statistics of their own; or sums only."""
+def _split(flags, params, row, num_listed):
+    """Whether raw and processed logits have statistics of their own; or sums only. num_listed: how
+    many logits bias and bans change."""
     wants_sum, _, wants_raw, scale = _wishes(flags, params)
-    lists = (flags & F_LISTS) != 0
-    return lists | (row[7] != 0), wants_sum & wants_raw & ((scale != LOG2_E) | lists)
+    return (num_listed > 0) | (row[7] != 0), wants_sum & wants_raw & (scale != LOG2_E)

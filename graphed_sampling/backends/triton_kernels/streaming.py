@@ -8,7 +8,6 @@ import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
     F_ADMITTED,
-    F_LISTS,
     GROUP,
     GROUPS_OF_TILE,
     INF,
@@ -127,12 +126,13 @@ def _stream_checked(row, first, vocab, at, groups, wants_sum, wants_moment, scal
     """`stream` of a tile in which masks or penalties count."""
     raw_scale = tl.full((), LOG2_E, tl.float32)
     for start in range(first, first + TILE, 1024):
-        ids = tl.reshape(start + tl.arange(0, 1024), [16, GROUP])
+        group_ids = start + tl.arange(0, 16) * 64
+        ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
         inside = ids < vocab
         x = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
         unusual = tl.max(((x != x) | (x == INF)).to(tl.int32), 1) != 0
         x = tl.where(x != x, NEG_INF, x) + 0.0
-        y = _processed(x, ids, inside, row, 0, 0)
+        y = _processed(x, ids, inside, row, 0, 0, group_ids)
         to = at + start // 64 + tl.arange(0, 16)
         maximum = tl.max(y, 1)
         raw_maximum = tl.max(x, 1)
@@ -193,7 +193,6 @@ def stream(
                     row, first, vocab, row_scratch, groups, wants_sum, wants_moment, scale
                 )
             else:
-                lists = (flags & F_LISTS) != 0
                 raw_scale = tl.full((), LOG2_E, tl.float32)
                 first_scale = tl.where(wants_sum, scale, raw_scale)
                 at = row_scratch + first // 64 + tl.arange(0, GROUPS_OF_TILE)
@@ -202,11 +201,7 @@ def stream(
                 sums = _sums(grouped, maximum, first_scale)
                 _store_f32(at, tl.where(sums != sums, INF, maximum + 0.0))
                 _store_f32(at + groups * SUMS, sums)
-                if wants_sum & wants_raw & ((scale != raw_scale) | lists):
+                if wants_sum & wants_raw & (scale != raw_scale):
                     _store_f32(at + groups * RAW_SUMS, _sums(grouped, maximum, raw_scale))
-                elif lists:
-                    _store_f32(at + groups * RAW_SUMS, sums)
-                if lists:
-                    _store_f32(at + groups * RAW_MAXIMA, maximum + 0.0)
                 if wants_moment:
                     _store_f32(at + groups * MOMENTS, _moments(grouped, maximum, scale))

@@ -39,7 +39,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _target,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
-    _bit,
+    _bits,
     _processed,
     _sanitised,
     _special,
@@ -311,6 +311,6 @@ def _fallback_id(grammar, checks, vocab):
     if (checks & CHECK_GRAMMAR) != 0:
         for first in range(0, vocab, TILE):
             ids = first + tl.arange(0, TILE)
-            allowed = _bit(grammar, ids, ids < vocab) != 0
+            allowed = _bits(grammar, ids, ids < vocab, None, vocab) != 0
             lowest = tl.minimum(lowest, tl.min(tl.where(allowed, ids, vocab)))
     return tl.where(lowest == vocab, 0, lowest)
