@@ -222,10 +222,11 @@ def _draw_from_masses(
 ):
     """(token, total): a token drawn from the groups' int64 masses, then from the survivors among
     the group's tokens."""
+    # Atomic additions went past the nearest cache, and so do these loads.
     total = tl.full((), 0, tl.int64)
     for first in range(0, groups, 1024):
         i = first + tl.arange(0, 1024)
-        total += tl.sum(tl.load(masses + i, mask=i < groups, other=0))
+        total += tl.sum(tl.load(masses + i, mask=i < groups, other=0, cache_modifier=".cg"))
     position = _mulhi(word, total)
     fraction = (word * total).to(tl.uint64).to(tl.float64) * 5.421010862427522e-20
     before = tl.full((), 0, tl.int64)
@@ -233,13 +234,13 @@ def _draw_from_masses(
     group = 0
     for first in range(0, groups, 1024):
         i = first + tl.arange(0, 1024)
-        mass = tl.load(masses + i, mask=i < groups, other=0)
+        mass = tl.load(masses + i, mask=i < groups, other=0, cache_modifier=".cg")
         over = (i < groups) & ((passed + tl.cumsum(mass, 0)) <= position)
         group += tl.sum(over.to(tl.int32))
         before += tl.sum(tl.where(over, mass, 0))
         passed += tl.sum(mass)
     group = tl.minimum(group, groups - 1)
-    of_group = tl.load(masses + group)
+    of_group = tl.load(masses + group, cache_modifier=".cg")
     share = ((position - before).to(tl.float64) + fraction) / of_group.to(tl.float64)
     maximum = _f32(maxima + group)
     ids = group * 64 + tl.arange(0, GROUP)

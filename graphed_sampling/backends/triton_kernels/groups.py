@@ -223,17 +223,17 @@ def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
     """z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
 
     What a group holds below z is at most what it holds beside its maximum, and at most 63 * 2**z.
-    In units of 2**-24 of the total, rounded against the bound.
+    In units of 2**-30 of the total, less what rounding them down may hide.
     """
-    unit = 16777216.0 * ONE / total.to(tl.float32)
-    budget = (share * 16777216.0).to(tl.int32) - groups
+    unit = 1073741824.0 * ONE / total.to(tl.float32)
+    budget = (share * 1073741824.0).to(tl.int32) - groups
     tokens = (groups * 64).to(tl.float32)
-    low = tl.minimum(tl.log2(tl.maximum(share * 8388608.0, 1.0) / (tokens * unit)), 0.0)
+    low = tl.minimum(tl.log2(tl.maximum(share * 536870912.0, 1.0) / (tokens * unit)), 0.0)
     high = tl.full((), 0.0, tl.float32)
     z, weight, rest = _group_weights(maxima, sums, 0, groups, largest, scale, unit)
     for _step in range(7):
         middle = 0.5 * (low + high)
-        most = (tl.exp2(middle) * 63.0 * unit).to(tl.int32) + 1
+        most = tl.minimum(tl.exp2(middle) * 63.0 * unit, 1073741824.0).to(tl.int32) + 1
         if groups <= 2048:
             outside = _outside(z, weight, rest, middle, most, mean)
         else:
