@@ -92,7 +92,7 @@ class Plots:
     def times(self, figures: Sequence[Figure], shape: Shape) -> None:
         """Classes of our backend over the batch, and the floor."""
         dtype, vocab = shape
-        # Batches whose read was timed: those of the classes, not the odd ones of single comparisons.
+        # Batches whose read was timed: of the classes, not the odd ones of single comparisons.
         here = [f for f in figures if (f["dtype"], f["vocab"]) == shape]
         batches = {f["batch"] for f in here if f["group"] == "read"}
         here = [f for f in here if f["batch"] in batches]
