@@ -106,7 +106,7 @@ def test_random_rows_equal_the_reference(
     backend_device: BackendDevice, vocab: int, rows: int
 ) -> None:
     rng = np.random.default_rng([vocab, rows])
-    rows = backend_device.rows(rows, min(rows, 5 if vocab < 10_000 else 2))
+    rows = backend_device.rows(rows, min(rows, 4 if vocab < 10_000 else 2))
     checked = CheckedTable(backend_device, vocab, 20, eos_token_ids=[vocab // 2])
     slots = admit_random(checked, rng, rows)
     steps = backend_device.rows(4, 2)
@@ -149,7 +149,7 @@ def test_dtypes_and_memory_layouts(
 ) -> None:
     rng = np.random.default_rng(11)
     checked = CheckedTable(backend_device, 111, 8)
-    slots = admit_random(checked, rng, 5)
+    slots = admit_random(checked, rng, backend_device.rows(5, 3))
     steps = backend_device.rows(3, 2)
     run_random_steps(checked, rng, slots, steps, dtype=DTYPES[dtype], placement=placement)
     checked.tally.check()
