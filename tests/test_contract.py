@@ -106,7 +106,7 @@ def test_random_rows_equal_the_reference(
     backend_device: BackendDevice, vocab: int, rows: int
 ) -> None:
     rng = np.random.default_rng([vocab, rows])
-    rows = backend_device.rows(rows, min(rows, 4 if vocab < 10_000 else 2))
+    rows = backend_device.rows(rows, min(rows, 4 if vocab < 10_000 else 1))
     checked = CheckedTable(backend_device, vocab, 20, eos_token_ids=[vocab // 2])
     slots = admit_random(checked, rng, rows)
     steps = backend_device.rows(4, 2)

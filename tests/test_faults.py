@@ -407,7 +407,7 @@ OFF = {
 @pytest.mark.parametrize("name", OFF)
 def test_an_off_filter_changes_bits(backend_device: BackendDevice, name: str) -> None:
     """Off is the same as not asked, bit for bit, also num_kept."""
-    kinds = KINDS[:: backend_device.rows(1, 2)]
+    kinds = KINDS[:: backend_device.rows(1, 4)]
     rows = torch.from_numpy(
         np.stack([random_row(np.random.default_rng(i), 50, k) for i, k in enumerate(kinds)])
     )
