@@ -199,9 +199,20 @@ def _scaled(name: str, factor: float) -> Callable[[Tensor], None]:
 
     def spoil(params: Tensor) -> None:
         value = params.view(torch.float32)[:, column]
-        value.copy_(torch.where((value == off) & (name != "temperature"), value, value * factor))
+        value.copy_(torch.where(value == off, value, value * factor))
 
     return spoil
+
+
+def _scale_temperature(params: Tensor, factor: float | Tensor) -> None:
+    real, wide = params.view(torch.float32), params.view(torch.float64)
+    real[:, Param.TEMPERATURE] *= factor
+    real[:, Param.SCALE] /= factor
+    wide[:, Param.WIDE_SCALE // 2] /= factor
+
+
+def _hotter(params: Tensor) -> None:
+    _scale_temperature(params, 1 + 2.0**-10)
 
 
 def _one_token_short(params: Tensor) -> None:
@@ -219,11 +230,11 @@ def _seeds_in_pairs(params: Tensor) -> None:
 
 def _by_slot(params: Tensor) -> None:
     slot = torch.arange(len(params), device=params.device)
-    params.view(torch.float32)[:, Param.TEMPERATURE] *= 1 + 1e-6 * slot
+    _scale_temperature(params, 1 + 1e-6 * slot)
 
 
 MUTANTS: Final[dict[str, Callable[[Tensor], None]]] = {
-    "temperature": _scaled("temperature", 1 + 2.0**-10),
+    "temperature": _hotter,
     "top_k": _one_token_short,
     "top_p": _scaled("top_p", 1 - 2.0**-10),
     "min_p": _larger_min_p,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphed_sampling import RequestTable, SamplingParams, new_output, new_scratch
+from graphed_sampling import RequestTable, SamplingParams, backends, new_output, new_scratch
 
 VOCAB_SIZE, HIDDEN = 4096, 256
 
@@ -85,7 +85,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = ToyModel().to(device)
     table = RequestTable(4, VOCAB_SIZE, device=device)
-    step = OwnGraph(model, table, rows=4, backend="torch")
+    backend = backends.resolve("auto", table.device)
+    step = OwnGraph(model, table, rows=4, backend=backend)
     slots = [
         table.admit(SamplingParams(temperature=0.8, top_k=50, seed=seed), prompt_token_ids=[seed])
         for seed in range(3)

@@ -36,7 +36,9 @@ def module(name: str) -> ModuleType:
 def resolve(name: str, device: Device) -> str:
     """The name of the backend that serves `device`; "auto" takes the first that is usable."""
     if name == "auto":
-        return next(n for n in NAMES if not module(n).unusable(device))
+        # On the CPU Triton only runs in its interpreter, which is for those who ask for it.
+        names = [n for n in NAMES if n != "triton" or device.type != "cpu"]
+        return next(n for n in names if not module(n).unusable(device))
     reason = module(name).unusable(device)
     if reason:
         raise ValueError(f"backend {name!r} cannot be used on {device}: {reason}")

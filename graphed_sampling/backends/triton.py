@@ -7,10 +7,12 @@ TRITON_INTERPRET=1, set before this package is imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
 # Programs that share the rows, and their tiles, which `finish` leaves: mostly none.
 _COLLECT_PROGRAMS: Final = 1056
 _DENSE_PROGRAMS: Final = 264
+_INTERPRETER_LOCK: Final = threading.Lock()
 
 
 def unusable(device: torch.device) -> str:
@@ -297,8 +300,10 @@ def sample_step(
         unit=_unit(logits, stride, layout.vocab_size),
         mode=mode,
     )
-    for launch in _launches(arguments, layout, rows, logits.device):
-        launch.kernel[launch.grid](*launch.arguments, **launch.keywords)
+    # The interpreter keeps the program's index in one place for all threads.
+    with _INTERPRETER_LOCK if _interpreted() else contextlib.nullcontext():
+        for launch in _launches(arguments, layout, rows, logits.device):
+            launch.kernel[launch.grid](*launch.arguments, **launch.keywords)
 
 
 def warm_up(

@@ -75,7 +75,7 @@ def run_demo(options: Options) -> list[Generation]:
     with _allocation_of(options.slots):
         model = SlottedModel(network, num_slots=options.slots, capacity=capacity)
     text = "Preparing the sampler"
-    if backend == "cpu":
+    if backend in ("cpu", "triton"):
         text += ", which may compile for about a minute the first time"
     with screen.stage(text, console, plain=plain), _allocation_of(options.slots):
         engine = Engine(
