@@ -980,13 +980,20 @@ def usable_backends(device: torch.device) -> tuple[str, ...]:
     return tuple(info.name for info in backends.describe(device) if info.usable)
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not accepted: an integer >= 1")
+    return value
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = (*CLASSES, *FEATURES, *EXTRAS)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batch", type=int, nargs="+", help="default 1 8 32 128 256 1024")
-    parser.add_argument("--vocab-size", type=int, nargs="+", help=f"default {HOME_VOCAB}")
+    parser.add_argument("--batch", type=_positive, nargs="+", help="default 1 8 32 128 256 1024")
+    parser.add_argument("--vocab-size", type=_positive, nargs="+", help=f"default {HOME_VOCAB}")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default fp32 bf16")
     parser.add_argument("--classes", nargs="+", choices=names, metavar="NAME", help=str(names))
     parser.add_argument("--backends", nargs="+", choices=backends.NAMES, help="default: usable")
@@ -994,12 +1001,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hot", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--quick", action="store_true", help="a minute's choice of everything")
     parser.add_argument("--recorded", type=Path, help="a model's logits, for classes recorded_*")
-    parser.add_argument("--p99-inputs", type=int, help="default 1000")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU; default 1")
+    parser.add_argument("--p99-inputs", type=_positive, help="default 1000")
+    parser.add_argument("--threads", type=_positive, default=1, help="of the CPU; default 1")
     parser.add_argument("--time-limit", type=float, help="seconds, after which nothing is begun")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--commit", default="", help="of this tree, where git cannot tell")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    # Said now, not after minutes of measuring.
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
+    if options.recorded and not options.recorded.is_file():
+        parser.error(f"--recorded {options.recorded}: there is no such file")
+    if not options.recorded and any(c.startswith("recorded") for c in options.classes or ()):
+        parser.error("classes recorded_* need --recorded FILE")
+    device = common.default_device()
+    for name in options.backends or ():
+        reason = backends.module(name).unusable(device)
+        if reason:
+            parser.error(f"--backends {name}: it cannot be used on {device}: {reason}")
+    return options
 
 
 _QUICK_CLASSES: Final = (

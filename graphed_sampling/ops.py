@@ -161,11 +161,18 @@ def _sample_step(
         check_vector("given", given, 2, torch.int32, device)
     module = backends.module(backends.resolve(backend, device))
     needed = module.scratch_words(sizes, rows)
-    if not (scratch.dim() == 1 and scratch.dtype == torch.int32 and scratch.numel() >= needed):
+    if not (
+        scratch.dim() == 1
+        and scratch.dtype == torch.int32
+        and scratch.numel() >= needed
+        and scratch.is_contiguous()
+        and (needed == 0 or scratch.data_ptr() % 16 == 0)
+    ):
         raise ValueError(
-            f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be torch.int32 "
-            f"[>= {needed}]"
+            f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be contiguous torch.int32 "
+            f"[>= {needed}], aligned to 16 bytes"
         )
+    _check_device("scratch", scratch, device)
     if rows == 0:
         return
     with torch.no_grad():

@@ -57,7 +57,7 @@ class BackendDevice:
 
     @property
     def interpreted(self) -> bool:
-        """Whether it runs in Triton's interpreter, where a row takes some 50 ms."""
+        """Whether it runs in Triton's interpreter, where a row takes some 100 ms."""
         return self.backend == "triton" and self.device.type == "cpu"
 
     def rows(self, many: int, few: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from helpers import (
     BENIGN_KINDS,
     DTYPES,
+    FLT_MAX,
     INF,
     KINDS,
     NAN,
@@ -399,3 +400,27 @@ def test_the_cases_do_what_their_names_say(name: str) -> None:
     else:
         plain = cases["none"].probabilities(pair)
         assert float((cases[name].probabilities(pair) - plain).abs().sum()) > 0.05
+
+
+WIDE = {
+    "unfiltered": ([FLT_MAX] + [-FLT_MAX] * 127, {"temperature": 3e38}, -1),
+    "of-two-groups": ([FLT_MAX] * 64 + [-FLT_MAX], {"temperature": 3e38}, -1),
+    "top_p": ([FLT_MAX] * 64 + [-FLT_MAX], {"temperature": 3e38, "top_p": 0.999}, -1),
+    "typical_p": ([1.8e38, -1.8e38] * 32, {"temperature": 1e38, "typical_p": 0.99}, -1),
+    "epsilon_cutoff": ([0.0] + [-86.5] * 64, {"epsilon_cutoff": 1.5e-38}, 0),
+    "eta_cutoff": ([0.0] + [-86.5] * 64, {"eta_cutoff": 1.5e-38}, 0),
+    "min_p": ([0.0] + [-86.5] * 64, {"min_p": 1.5e-38}, 0),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_differences_and_cutoffs_at_the_ends_of_fp32(
+    backend_device: BackendDevice, case: str
+) -> None:
+    """Differences of logits that fp32 cannot hold, and probabilities that it hardly can."""
+    values, params, word = WIDE[case]
+    table = CheckedTable(backend_device, len(values), 1, max_logprobs=4)
+    slot = table.admit(SamplingParams(**params, logprobs=4, logprobs_mode="processed", seed=1))
+    logits = torch.tensor([values], dtype=torch.float32, device=backend_device.device)
+    table.step(logits, [slot], words=torch.tensor([word]))
+    table.tally.check()

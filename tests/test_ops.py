@@ -198,6 +198,7 @@ def test_sample_step_names_the_wrong_argument() -> None:
         ("tables is", 4, step.table.tables[1:]),
         ("output is", 5, step.output.record[:2]),
         (r"scratch is torch\.float32", 6, torch.zeros(1)),
+        ("scratch is", 6, torch.zeros(4, dtype=torch.int32)[::2]),
         ("layout = ", 7, [1, 2]),
         ("layout = ", 7, [*step.table.layout.to_ints()[:-1], 5]),
         ("backend = 'cake' is not known", 8, "cake"),
@@ -214,6 +215,22 @@ def test_sample_step_names_the_wrong_argument() -> None:
         with pytest.raises(ValueError, match=match):
             OPS.sample_step(*good, **kwargs)
     assert step.table.positions.tolist() == [0, 0, 0, 0]
+
+
+def test_scratch_must_be_one_aligned_piece(device: str) -> None:
+    """Kernels write to it by address."""
+    backend = next((b for b in usable_backends(device) if b == "triton"), None)
+    if backend is None:
+        pytest.skip("triton is the one backend that takes scratch")
+    step = Step(device, backend)
+    arguments = [*step.arguments(torch.zeros(3, V, device=device))]
+    size = step.scratch.numel()
+    spare = torch.zeros(2 * size + 1, dtype=torch.int32, device=device)
+    for wrong in (spare[: 2 * size : 2], spare[1 : size + 1], spare[:1].expand(size)):
+        arguments[6] = wrong
+        with pytest.raises(ValueError, match="scratch is"):
+            OPS.sample_step(*arguments)
+    assert not spare.any()
 
 
 def test_opcheck_of_every_op(device: str) -> None:

@@ -1,8 +1,8 @@
 """The `triton` backend: the whole step in one streaming pass and one finishing pass.
 
-The kernels (triton_kernels.py) run on any GPU that Triton compiles for, and on the CPU through
+The kernels (triton_kernels/) run on any GPU that Triton compiles for, and on the CPU through
 Triton's interpreter, which exists for tests: it is chosen by the environment variable
-TRITON_INTERPRET=1, set before this package is imported.
+TRITON_INTERPRET=1, set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ def _launches(
         keywords: dict[str, Any] = {**constants, "UNIT": a.unit, "PDL": pdl}
         if on_gpu:
             # No contraction: every operation of y rounds once.
-            keywords |= {**options, "enable_fp_fusion": False, "launch_pdl": pdl}
+            keywords |= {"num_warps": options["num_warps"], "enable_fp_fusion": False}
+            if torch.version.hip is None:
+                keywords |= {"maxnreg": options["maxnreg"], "launch_pdl": pdl}
         return _Launch(kernel, grid, arguments, keywords)
 
     inputs = (a.logits, a.stride // a.unit, a.slots, a.params)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the `triton` backend: stream, finish, dense.
+"""The Triton kernels of the `triton` backend: stream, finish, collect, dense.
 
 Logits are cut into groups of 64 consecutive tokens. `stream` reads a row once and keeps, for each
 group, its maximum and its sum of exponentials. `finish`, one program a row, bounds from these what

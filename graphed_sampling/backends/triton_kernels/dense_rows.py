@@ -61,6 +61,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _mulhi,
     _store_f32,
     _target,
+    _z,
 )
 from graphed_sampling.backends.triton_kernels.report import (
     _report,
@@ -102,7 +103,7 @@ def collect(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    dense_list = scratch + tl.full((), 0, tl.int64) + rows * scratch_words
+    dense_list = scratch + (tl.full((), 0, tl.int64) + rows) * scratch_words
     items = tl.load(dense_list) * tiles
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         index = tl.load(dense_list + 1 + item // tiles).to(tl.int64)
@@ -158,7 +159,7 @@ def _bracket_sums(list_y, count, largest, scale, key):
         y = _floats(list_y, i, i < count)
         kept = (i < count) & (_key(y).to(tl.int64) >= key)
         number += kept.to(tl.int32)
-        mass += tl.where(kept, tl.exp2((y - largest) * scale) * ONE, 0.0).to(tl.int64)
+        mass += tl.where(kept, tl.exp2(_z(y, largest, scale)) * ONE, 0.0).to(tl.int64)
     return tl.sum(number), tl.sum(mass)
 
 
@@ -194,7 +195,7 @@ def _bracket_cut(list_y, list_ids, count, low, high, largest, scale, target, voc
             lowest, tl.where((i < count) & (wide >= low_key) & (wide < high_key), y, NEG_INF)
         )
     lowest = tl.max(lowest)
-    each = tl.maximum((tl.exp2((lowest - largest) * scale) * ONE).to(tl.int64), 1)
+    each = tl.maximum((tl.exp2(_z(lowest, largest, scale)) * ONE).to(tl.int64), 1)
     ties = ((target - mass_high + each - 1) // each).to(tl.int32)
     lowest_id = vocab
     kept = at_low
@@ -307,7 +308,7 @@ def _from_bracket(
                 y = _floats(list_y, i, i < count)
                 ids = tl.load(list_ids + i, mask=i < count, other=0)
                 survives = (i < count) & ((y > lowest) | ((y == lowest) & (ids <= lowest_id)))
-                q = (tl.exp2((y - largest) * scale) * ONE).to(tl.int64)
+                q = (tl.exp2(_z(y, largest, scale)) * ONE).to(tl.int64)
                 # Integers: the order of the additions decides nothing.
                 tl.atomic_add(masses + (ids >> 6), q, mask=survives)
             tl.debug_barrier()
@@ -342,7 +343,7 @@ def dense(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    dense_list = scratch + tl.full((), 0, tl.int64) + rows * scratch_words
+    dense_list = scratch + (tl.full((), 0, tl.int64) + rows) * scratch_words
     for item in range(tl.program_id(0), tl.load(dense_list), tl.num_programs(0)):
         index = tl.load(dense_list + 1 + item).to(tl.int64)
         slot = tl.load(slots + index).to(tl.int64)

@@ -83,6 +83,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _round_up,
     _store_f32,
     _store_i64,
+    _z,
 )
 from graphed_sampling.backends.triton_kernels.report import (
     _report,
@@ -205,7 +206,7 @@ def _first_bound(
             )  # fmt: skip
         else:
             cutoff = tl.where(epsilon > 0, epsilon, eta)
-            z = tl.log2(tl.maximum(cutoff * (total.to(tl.float32) / ONE), 1e-37))
+            z = tl.log2(cutoff) + tl.log2(total.to(tl.float32) / ONE)
             if epsilon <= 0:
                 z = tl.minimum(z, 0.5 * tl.log2(cutoff) + narrow_mean)
             z = z - 0.001
@@ -354,7 +355,7 @@ def _bracket(
     y = _sanitised(row[0], ids, ids < vocab)
     if (row[7] != 0) | (num_bias + num_bans > 0):
         y = _processed(y, ids, ids < vocab, row, num_bias, num_bans)
-    y_z = (y - largest) * narrow_scale
+    y_z = _z(y, largest, narrow_scale)
     # In units of 2**-40 of the largest weight.
     weights = (tl.exp2(y_z) * ONE).to(tl.int64)
     for step in range(14):

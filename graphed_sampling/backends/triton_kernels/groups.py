@@ -22,6 +22,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _mulhi,
     _store_f32,
     _store_i64,
+    _z,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
     _processed,
@@ -68,7 +69,7 @@ def _maximum(maxima, groups, WIDE: tl.constexpr):
 @triton.jit
 def _group_masses(maximum, sums, largest, scale):
     """int64 masses of groups, the row's largest weight being 2**40. largest may be +inf."""
-    z = tl.where(maximum == largest, 0.0, maximum - largest) * scale
+    z = tl.where(maximum == largest, 0.0, _z(maximum, largest, scale))
     mass = sums * tl.exp2(z) * ONE
     return tl.where(maximum == NEG_INF, 0.0, mass).to(tl.int64)
 
@@ -105,7 +106,7 @@ def _mean(maxima, sums, moments, groups, largest, scale, total, WIDE: tl.constex
     moment = tl.zeros([WIDE], tl.int64)
     for first in range(0, groups, WIDE):
         i = first + tl.arange(0, WIDE)
-        z = (_floats(maxima, i, i < groups) - largest) * scale
+        z = _z(_floats(maxima, i, i < groups), largest, scale)
         value = _floats(sums, i, i < groups) * z + _floats(moments, i, i < groups)
         moment += tl.where(z > -126.0, value * tl.exp2(z) * ONE, 0.0).to(tl.int64)
     return tl.sum(moment).to(tl.float64) / total.to(tl.float64)
@@ -196,7 +197,7 @@ def _group_weights(maxima, sums, first, groups, largest, scale, unit):
     """Of 2048 groups: z of the maximum; and in units, as int32, the weight of all tokens, and of
     all but the maximum."""
     i = first + tl.arange(0, 2048)
-    z = (_floats(maxima, i, i < groups) - largest) * scale
+    z = _z(_floats(maxima, i, i < groups), largest, scale)
     top = tl.exp2(z) * unit
     weight = tl.where(z > -126.0, _floats(sums, i, i < groups) * top, 0.0)
     return z, weight.to(tl.int32), tl.maximum(weight - top, 0.0).to(tl.int32)

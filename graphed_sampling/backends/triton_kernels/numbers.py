@@ -75,6 +75,12 @@ def _exp2(z):
 
 
 @triton.jit
+def _z(y, largest, scale):
+    """(y - largest) * scale in fp32, where the difference may exceed what fp32 holds."""
+    return tl.fma(y, 0.5, largest * -0.5) * (scale * 2.0)
+
+
+@triton.jit
 def _masses(weights):
     """int64 masses of float64 weights in [0, 1]."""
     return ((weights * ONE + ROUND) - ROUND).to(tl.int64)

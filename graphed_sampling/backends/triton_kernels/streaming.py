@@ -23,6 +23,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _store_f32,
+    _z,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
     _processed,
@@ -63,14 +64,14 @@ def _tree_sum(values):
 def _sums(y, maximum, scale):
     """Of groups [G, 64] with their maxima [G]: the weights' sums, relative to the maximum."""
     base = tl.where(maximum == NEG_INF, 0.0, maximum)
-    return _tree_sum(_fast_exp2((y - base[:, None]) * scale))
+    return _tree_sum(_fast_exp2(_z(y, base[:, None], scale)))
 
 
 @triton.jit
 def _careful_sums(y, maximum, scale):
     """The same for groups that may hold +inf: where they do, their number."""
     y, maximum = tl.broadcast(y, maximum[:, None])
-    z = tl.where(y == maximum, 0.0, y - maximum) * scale
+    z = tl.where(y == maximum, 0.0, _z(y, maximum, scale))
     return _tree_sum(tl.where(y == NEG_INF, 0.0, _fast_exp2(z)))
 
 
@@ -78,7 +79,7 @@ def _careful_sums(y, maximum, scale):
 def _moments(y, maximum, scale):
     """Sums of weight * z over groups."""
     base = tl.where((maximum == NEG_INF) | (maximum == INF), 0.0, maximum)
-    z = (y - base[:, None]) * scale
+    z = _z(y, base[:, None], scale)
     return _tree_sum(tl.where(z < -126.0, 0.0, _fast_exp2(z) * z))
 
 
