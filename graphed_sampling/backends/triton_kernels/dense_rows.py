@@ -13,6 +13,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     F_MEAN,
     F_TOTAL,
     GROUP,
+    GROUPS_OF_TILE,
     INF,
     LISTED,
     MOMENTS,
@@ -59,6 +60,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _key,
     _masses,
     _mulhi,
+    _share,
     _store_f32,
     _target,
     _z,
@@ -131,10 +133,12 @@ def collect(
                 y = _processed(y, ids, inside, row, num_bias, num_bans)
             low = _f32(plan + PLAN_LOW)
             high = _f32(plan + PLAN_HIGH)
-            at = row_scratch + tile * 32 + tl.arange(0, 32)
+            at = row_scratch + tile * GROUPS_OF_TILE + tl.arange(0, GROUPS_OF_TILE)
             maximum = tl.load(at).to(tl.float32, bitcast=True)
             above = tl.where(y >= high, y, NEG_INF)
-            sums = _sums(tl.reshape(above, [32, GROUP]), maximum, _f32(params + P_SCALE))
+            sums = _sums(
+                tl.reshape(above, [GROUPS_OF_TILE, GROUP]), maximum, _f32(params + P_SCALE)
+            )
             _store_f32(at + groups * MOMENTS, tl.where(maximum > NEG_INF, sums, 0.0))
             tl.atomic_add(plan + PLAN_ABOVE, tl.sum((y >= high).to(tl.int32)))
             listed = ((y >= low) & (y < high)).to(tl.int32)
@@ -229,7 +233,6 @@ def _draw_from_masses(
         i = first + tl.arange(0, 1024)
         total += tl.sum(tl.load(masses + i, mask=i < groups, other=0, cache_modifier=".cg"))
     position = _mulhi(word, total)
-    fraction = (word * total).to(tl.uint64).to(tl.float64) * 5.421010862427522e-20
     before = tl.full((), 0, tl.int64)
     passed = tl.full((), 0, tl.int64)
     group = 0
@@ -242,7 +245,7 @@ def _draw_from_masses(
         passed += tl.sum(mass)
     group = tl.minimum(group, groups - 1)
     of_group = tl.load(masses + group, cache_modifier=".cg")
-    share = ((position - before).to(tl.float64) + fraction) / of_group.to(tl.float64)
+    share = _share(word, total, before, of_group)
     maximum = _f32(maxima + group)
     ids = group * 64 + tl.arange(0, GROUP)
     inside = ids < vocab
@@ -396,7 +399,7 @@ def dense(
                         row_scratch, sums, row_scratch + groups * MOMENTS, groups, largest,
                         narrow_scale, stats_total, WIDE,
                     )  # fmt: skip
-                # The list reaches down to its own lowest y.
+                # Where the list ends, as `finish` bounded it.
                 z_bound = _i64(plan + PLAN_LOW).to(tl.float64, bitcast=True)
             list_y = row_scratch + candidates_at
             complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(

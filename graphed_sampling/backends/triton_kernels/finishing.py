@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
+    BRACKETED,
     BY_BRACKET,
     BY_LIST,
     BY_ROW,
@@ -180,7 +181,7 @@ def _repair_groups(
 @triton.jit
 def _first_bound(
     row, params, scratch, groups, supers, tiles, vocab, num_bias, num_bans, largest, narrow_scale,
-    total, mean, WIDE: tl.constexpr,
+    total, mean,
 ):  # fmt: skip
     """(bound, z_bound): no survivor of the first filter has y < bound, which is at z_bound.
 
@@ -238,8 +239,8 @@ def _select(
 ):  # fmt: skip
     """The filters and the draw from group statistics.
 
-    Returns (plan, token, highest, lowest, lowest_id, total, num_kept); plan tells what is left
-    for `dense`, count the length of the list. largest: of y, finite.
+    Returns (plan, count, token, highest, lowest, lowest_id, total, num_kept); plan tells what is
+    left for `dense`, count is the length of the list. largest: of y, finite.
     """
     flags = tl.load(params + P_FLAGS)
     scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
@@ -283,7 +284,7 @@ def _select(
         else:
             bound, z_bound = _first_bound(
                 row, params, scratch, groups, supers, tiles, vocab, num_bias, num_bans, largest,
-                narrow_scale, total, mean, WIDE,
+                narrow_scale, total, mean,
             )  # fmt: skip
             group_list = scratch + groups * GROUP_LIST
             list_y = scratch + candidates_at
@@ -324,7 +325,7 @@ def _select(
                     plan = BY_ROW
             else:
                 plan = BY_ROW
-            if (plan == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= 16384):
+            if (plan == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED):
                 plan = BY_BRACKET
     return plan, count, token, highest, lowest, lowest_id, total, num_kept
 
@@ -387,7 +388,7 @@ def _bracket(
     do_not_specialize=(
         *_INTEGERS, "output_words", "stop_ids", "bad_words", "bad_word_length", "given_ids",
         "max_logprobs", "max_logprob_ids", "recent_tokens", "plan_at", "candidates_at",
-        "penalties", "rows",
+        "penalties",
     ),
     do_not_specialize_on_alignment=(*_POINTERS, "words", "output"),
 )  # fmt: skip

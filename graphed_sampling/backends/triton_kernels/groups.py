@@ -20,6 +20,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _key,
     _masses,
     _mulhi,
+    _share,
     _store_f32,
     _store_i64,
     _z,
@@ -311,8 +312,6 @@ def _draw_from_groups(
 ):  # fmt: skip
     """A token drawn from all: its super and group by their masses, then inside the group."""
     position = _mulhi(word, total)
-    # What the multiplication leaves over is how far into `position` the word reaches, in 1 / 2**64.
-    fraction = (word * total).to(tl.uint64).to(tl.float64) * 5.421010862427522e-20
     before = tl.full((), 0, tl.int64)
     passed = tl.full((), 0, tl.int64)
     super_ = 0
@@ -336,7 +335,7 @@ def _draw_from_groups(
     group = super_ * 8 + tl.minimum(tl.sum(over.to(tl.int32)), 7)
     maximum = _f32(maxima + group)
     of_group = _group_masses(maximum, _f32(sums + group), largest, narrow_scale)
-    share = ((position - before).to(tl.float64) + fraction) / of_group.to(tl.float64)
+    share = _share(word, total, before, of_group)
     if plain:
         token = _inside_group(row, group, maximum, scale, share, vocab, 0, 0, True)
     else:

@@ -100,6 +100,16 @@ def _target(share, total):
 
 
 @triton.jit
+def _share(word, total, before, mass):
+    """float64 in [0, 1): how far into a part of a total, from `before` on and of that mass, the
+    word reaches."""
+    # What the multiplication leaves over is how far into its integer part, in 1 / 2**64.
+    fraction = (word * total).to(tl.uint64).to(tl.float64) * 5.421010862427522e-20
+    inside = (_mulhi(word, total) - before).to(tl.float64)
+    return (inside + fraction) / mass.to(tl.float64)
+
+
+@triton.jit
 def _mulhi(word, total):
     """floor(word * total / 2**64) of 64 unsigned bits and an int64 >= 0."""
     return tl.umulhi(word.to(tl.uint64), total.to(tl.uint64)).to(tl.int64)
