@@ -191,6 +191,7 @@ def routes(checked: CheckedTable, rows: int) -> list[str]:
             (kinds.BY_ROW, "row"),
             (kinds.BY_LIST, "list"),
             (kinds.BY_BRACKET, "bracket"),
+            (kinds.BY_SIGMA, "sigma"),
         )
     }
     at = triton._scratch(checked.table.layout)

@@ -33,8 +33,10 @@ TILE: Final = 2048
 """Tokens that a program reads at a time."""
 LISTED: Final = 2048
 """Candidates that a row's list holds."""
-SHORT: Final = 128
-"""Candidates of a list whose order is found by comparing all pairs."""
+SUPERS: Final = 512
+"""Into how many supers, of whole groups, a row is parted: a warp holds a value of each."""
+SHORT: Final = 64
+"""Candidates of the lists that most rows have."""
 BRACKETED: Final = 16384
 """Tokens around the cut of a flat row that its list holds."""
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
@@ -45,7 +47,7 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 # groups are integers, and those inside a group are a fixed tree.
 _STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 48}
 _STREAM_32_BITS: Final = {"num_warps": 2, "maxnreg": 96}
-_FINISH: Final = {"num_warps": 4, "maxnreg": 128}
+_FINISH: Final = {"num_warps": 1, "maxnreg": 255}
 _COLLECT: Final = {"num_warps": 4, "maxnreg": 64}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
 # Programs that share the rows, and their tiles, which `finish` leaves: mostly none.
@@ -108,9 +110,13 @@ def canonical_order(vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Where things lie in a row of scratch, in words: arrays of a word a group, then lists."""
+    """Where things lie in a row of scratch, in words: arrays of a word a group, then lists.
+
+    super_groups: the number of groups in a super.
+    """
 
     groups: int
+    super_groups: int
     masses: int
     plan: int
     candidates: int
@@ -123,14 +129,16 @@ class _Scratch:
 def _scratch(layout: TableLayout) -> _Scratch:
     # Whole tiles, whose programs write the statistics of all their groups.
     groups = -(-layout.vocab_size // (2 * TILE)) * (2 * TILE // GROUP)
-    masses = 6 * groups + groups // 2
+    masses = 6 * groups + SUPERS
     plan = masses + 2 * groups
     candidates = plan + 8
-    bracket = candidates + 2 * LISTED + 2 * SHORT
+    bracket = candidates + 2 * LISTED
     # Rows of smaller vocabularies never need a bracket.
     bans = bracket + (2 * BRACKETED if layout.vocab_size >= BRACKETED else 0)
     words = bans + layout.max_stop_ids + layout.max_bad_words
-    return _Scratch(groups, masses, plan, candidates, bracket, bans, words + -words % 32)
+    super_groups = 1 << (-(-groups // SUPERS) - 1).bit_length()
+    words += -words % 32
+    return _Scratch(groups, super_groups, masses, plan, candidates, bracket, bans, words)
 
 
 def scratch_words(layout: TableLayout, rows: int) -> int:
@@ -227,8 +235,7 @@ def _launches(
             at.candidates, *penalties, layout.penalties,
         ),
         _FINISH,
-        BATCH=64,
-        WIDE=1024,
+        SUPER=at.super_groups,
     )  # fmt: skip
     if vocab >= BRACKETED:
         yield launch(
@@ -253,8 +260,7 @@ def _launches(
             rows,
         ),
         _DENSE,
-        BATCH=64,
-        WIDE=1024,
+        SUPER=at.super_groups,
     )  # fmt: skip
 
 

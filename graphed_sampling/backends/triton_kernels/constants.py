@@ -24,14 +24,18 @@ TILE = _constant(host.TILE)
 GROUPS_OF_TILE = _constant(host.TILE // host.GROUP)
 LISTED = _constant(host.LISTED)
 BRACKETED = _constant(host.BRACKETED)
+SUPERS = _constant(host.SUPERS)
 SHORT = _constant(host.SHORT)
-MIDDLE = _constant(512)  # the longest list that `finish` works on
+LONGER = _constant(256)  # the longest list that `finish` works on
+BATCH = _constant(32)  # groups that are read again at a time
+FEW = _constant(8)  # the same where more is to be worked out
 MAX_LISTED_TOP_K = _constant(1024)
 MAX_GROUPS_READ = _constant(640)  # of a row by `finish`; `dense` reads more of them faster
 
 INF = _constant(float("inf"))
 NEG_INF = _constant(float("-inf"))
 NEG_INF_BITS = _constant(-0x800000)
+NOTHING = _constant(-0x7FFFFFFFFFFFFFFF)  # below every order of a token
 FLT_MAX = _constant(3.4028234663852886e38)
 LOG2_E = _constant(_LOG2_E)
 LN_2 = _constant(_LN_2)
@@ -41,8 +45,8 @@ ROUND = _constant(1.5 * 2.0**52)  # x + ROUND - ROUND is rint(x) for |x| < 2**51
 # Scratch of a row, in words: arrays of one word a group, then lists. See `scratch_words`.
 SUMS, RAW_MAXIMA, RAW_SUMS, MOMENTS, GROUP_LIST = (_constant(i) for i in range(1, 6))
 
-# Then, of supers of 8 groups: maxima, masses (two words) and a list.
-SUPERS = _constant(6)
+# Then the list of supers that hold a listed group.
+SUPER_LIST = _constant(6)
 
 # What `mode` says of optional inputs.
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = (
@@ -50,7 +54,7 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = (
 )
 
 # What a row's plan says is left of it for `dense`.
-DONE, BY_ROW, BY_LIST, BY_BRACKET = (_constant(i) for i in range(4))
+DONE, BY_ROW, BY_LIST, BY_BRACKET, BY_SIGMA = (_constant(i) for i in range(5))
 
 # Words of a plan: its kind, what `finish` found out, the bracket of a flat row's cut, and what
 # `collect` counts there.

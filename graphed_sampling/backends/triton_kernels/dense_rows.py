@@ -9,10 +9,12 @@ from graphed_sampling.backends.triton_kernels.constants import (
     BRACKETED,
     BY_BRACKET,
     BY_LIST,
+    BY_SIGMA,
     EMPTY_ROW,
     F_MEAN,
     F_TOTAL,
     GROUP,
+    GROUP_LIST,
     GROUPS_OF_TILE,
     INF,
     LISTED,
@@ -41,17 +43,24 @@ from graphed_sampling.backends.triton_kernels.constants import (
     R_NAN,
     R_POS_INF,
     SUMS,
+    SUPER_LIST,
+    SUPERS,
     TILE,
+)
+from graphed_sampling.backends.triton_kernels.finishing import (
+    _first_bound,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _floats,
     _group_masses,
-    _maximum,
+    _list_groups,
     _mean,
-    _total,
+    _super_masses,
+    _super_maxima,
 )
 from graphed_sampling.backends.triton_kernels.lists import (
     _filter_long_list,
+    _list_checked_candidates,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _exp2,
@@ -262,7 +271,7 @@ def _draw_from_masses(
 @triton.jit
 def _from_bracket(
     row, params, scratch, plan, bracket_at, masses_at, groups, vocab, num_bias, num_bans, largest,
-    word, WIDE: tl.constexpr,
+    word, SUPER: tl.constexpr,
 ):  # fmt: skip
     """top_p and the draw of a flat row that `collect` went over.
 
@@ -273,12 +282,12 @@ def _from_bracket(
     scale = _f32(params + P_SCALE)
     target = _target(
         _f32(params + P_TOP_P),
-        _total(scratch, scratch + groups * SUMS, groups, largest, scale, WIDE),
+        tl.sum(_super_masses(scratch, scratch + groups * SUMS, groups, largest, scale, SUPER)),
     )
     masses = (scratch + masses_at).to(tl.pointer_type(tl.int64))
-    above = tl.zeros([WIDE], tl.int64)
-    for first in range(0, groups, WIDE):
-        i = first + tl.arange(0, WIDE)
+    above = tl.zeros([SUPERS], tl.int64)
+    for first in range(0, groups, SUPERS):
+        i = first + tl.arange(0, SUPERS)
         maximum = _floats(scratch, i, i < groups)
         of_group = _group_masses(
             maximum, _floats(scratch + groups * MOMENTS, i, i < groups), largest, scale
@@ -322,6 +331,45 @@ def _from_bracket(
     return complete, token, lowest, lowest_id, total, num_kept
 
 
+@triton.jit(noinline=True)
+def _after_sigma(
+    row, params, scratch, candidates_at, groups, tiles, vocab, num_bias, num_bans, largest, word,
+    SUPER: tl.constexpr,
+):  # fmt: skip
+    """The filters and the draw of a row whose first filter is top_n_sigma; complete is 0 where the
+    list is too short for its survivors."""
+    scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
+    super_maxima = _super_maxima(scratch, groups, SUPER)
+    nothing = tl.full((), 0, tl.int64)
+    mean = tl.full((), 0.0, tl.float64)
+    bound, z_bound = _first_bound(
+        row, params, scratch, super_maxima, groups, tiles, vocab, num_bias, num_bans, largest,
+        _f32(params + P_SCALE), nothing, mean, SUPER, True,
+    )  # fmt: skip
+    group_list = scratch + groups * GROUP_LIST
+    listed = _list_groups(
+        super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound, SUPER, False
+    )
+    list_y = scratch + candidates_at
+    list_ids = list_y + LISTED
+    count = _list_checked_candidates(
+        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans
+    )
+    complete = 0
+    token = 0
+    highest = largest
+    lowest = largest
+    lowest_id = vocab
+    total = tl.full((), 1, tl.int64)
+    num_kept = 0
+    if count <= LISTED:
+        complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
+            list_y, list_ids, count, largest, scale, params, tl.load(params + P_TOP_K), False,
+            nothing, mean, z_bound, word, LISTED,
+        )  # fmt: skip
+    return complete, token, highest, lowest, lowest_id, total, num_kept
+
+
 @triton.jit(
     do_not_specialize=(
         *_INTEGERS, "output_words", "stop_ids", "given_ids", "max_logprobs", "max_logprob_ids",
@@ -335,7 +383,7 @@ def dense(
     scratch, scratch_32, mode, vocab_units, tiles, groups_64, params_words, state_words,
     output_words, bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids,
     recent_tokens, bans_at, plan_at, candidates_at, bracket_at, masses_at, prompt_bits, output_bits,
-    counts_at, penalties, rows, BATCH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    counts_at, penalties, rows, SUPER: tl.constexpr, UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The rows that `finish` left, one after the other a program. Grid: any."""
@@ -367,7 +415,7 @@ def dense(
         num_bans = tl.load(plan + PLAN_BANS)
         split, both = _split(flags, params, row, num_bias + num_bans)
         word = _row_word(params, row_state, words, given, mode, index)
-        largest = _maximum(row_scratch, groups, WIDE)
+        largest = tl.max(_super_maxima(row_scratch, groups, SUPER))
         special = NORMAL
         fallback = 0
         if largest == INF:
@@ -393,24 +441,31 @@ def dense(
             sums = row_scratch + groups * SUMS
             z_bound = tl.full((), -1e300, tl.float64)
             if (flags & F_TOTAL) != 0:
-                stats_total = _total(row_scratch, sums, groups, largest, narrow_scale, WIDE)
+                stats_total = tl.sum(
+                    _super_masses(row_scratch, sums, groups, largest, narrow_scale, SUPER)
+                )
                 if (flags & F_MEAN) != 0:
                     mean = _mean(
                         row_scratch, sums, row_scratch + groups * MOMENTS, groups, largest,
-                        narrow_scale, stats_total, WIDE,
+                        narrow_scale, stats_total,
                     )  # fmt: skip
                 # Where the list ends, as `finish` bounded it.
                 z_bound = _i64(plan + PLAN_LOW).to(tl.float64, bitcast=True)
             list_y = row_scratch + candidates_at
             complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
-                list_y, list_y + LISTED, list_y + 2 * LISTED, tl.load(plan + PLAN_COUNT), largest,
+                list_y, list_y + LISTED, tl.load(plan + PLAN_COUNT), largest,
                 scale, params, tl.load(params + P_TOP_K), (flags & F_TOTAL) != 0, stats_total,
                 mean, z_bound, word, LISTED,
+            )  # fmt: skip
+        if kind == BY_SIGMA:
+            complete, token, highest, lowest, lowest_id, total, num_kept = _after_sigma(
+                row, params, row_scratch, candidates_at, groups, tiles, vocab, num_bias, num_bans,
+                largest, word, SUPER,
             )  # fmt: skip
         if kind == BY_BRACKET:
             complete, token, lowest, lowest_id, total, num_kept = _from_bracket(
                 row, params, row_scratch, plan, bracket_at, masses_at, groups, vocab, num_bias,
-                num_bans, largest, word, WIDE,
+                num_bans, largest, word, SUPER,
             )  # fmt: skip
             later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
             if later | (_f32(params + P_ETA) > 0):
@@ -427,6 +482,6 @@ def dense(
             row, output + index * output_words, params, row_state, row_scratch, flags, row_flags,
             token, highest, lowest, lowest_id, total, num_kept, special, fallback, largest, groups,
             tiles, vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
-            max_logprobs, max_logprob_ids, recent_tokens, penalties, BATCH, WIDE,
+            max_logprobs, max_logprob_ids, recent_tokens, penalties, SUPER,
         )  # fmt: skip
         tl.debug_barrier()

@@ -6,24 +6,27 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
+    BATCH,
     BRACKETED,
     BY_BRACKET,
     BY_LIST,
     BY_ROW,
+    BY_SIGMA,
     DONE,
     F_ADMITTED,
     F_GREEDY,
     F_LISTS,
     F_MEAN,
     F_TOTAL,
+    FEW,
     FLT_MAX,
     GROUP,
     GROUP_LIST,
     INF,
     LISTED,
+    LONGER,
     MAX_GROUPS_READ,
     MAX_LISTED_TOP_K,
-    MIDDLE,
     MOMENTS,
     NEG_INF,
     NORMAL,
@@ -58,6 +61,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     S_RECENT,
     SHORT,
     SUMS,
+    SUPER_LIST,
     SUPERS,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
@@ -66,10 +70,10 @@ from graphed_sampling.backends.triton_kernels.groups import (
     _list_groups,
     _mass_bound,
     _mean,
+    _nucleus_bound,
     _super_masses,
     _super_maxima,
     _top_bound,
-    _total,
 )
 from graphed_sampling.backends.triton_kernels.lists import (
     _filter_list,
@@ -150,26 +154,31 @@ def _keep_raw(scratch, groups, both):
 
 
 @triton.jit(noinline=True)
+def _list_unusual(maxima, super_list, group_list, groups, SUPER: tl.constexpr):
+    """List the groups that `stream` marked; their number."""
+    super_maxima = _super_maxima(maxima, groups, SUPER)
+    return _list_groups(super_maxima, maxima, super_list, group_list, INF, SUPER, False)
+
+
+@triton.jit(noinline=True)
 def _repair_groups(
-    row, scratch, ids_list, count, groups, vocab, num_bias, num_bans, split, both, wants_sum,
-    wants_moment, scale, TOKENS: tl.constexpr,
+    row, scratch, ids_list, count, tokens, groups, vocab, num_bias, num_bans, split, both,
+    wants_sum, wants_moment, scale,
 ):  # fmt: skip
-    """The statistics anew of listed groups, or of those that hold the listed tokens (TOKENS):
+    """The statistics anew of listed groups, or of those that hold the listed tokens (tokens):
     lists change their y, or they hold what `stream` does not count with. Returns whether NaN."""
     seen_nan = 0
-    for first in range(0, count, 32):
-        i = first + tl.arange(0, 32)
+    for first in range(0, count, FEW):
+        i = first + tl.arange(0, FEW)
         inside = i < count
-        g = tl.load(ids_list + i, mask=inside, other=0)
-        if TOKENS:
-            g = g // 64
-        group_ids = g * 64
-        ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
+        g = tl.load(ids_list + i, mask=inside, other=0) >> tl.where(tokens, 6, 0)
+        first_ids = g * 64
+        ids = first_ids[:, None] + tl.arange(0, GROUP)[None, :]
         real = inside[:, None] & (ids < vocab)
         x = tl.load(row[0] + ids, mask=real, other=NEG_INF).to(tl.float32)
         seen_nan |= tl.max((x != x).to(tl.int32))
         x = tl.where(x != x, NEG_INF, x) + 0.0
-        y = _processed(x, ids, real, row, num_bias, num_bans, group_ids)
+        y = _processed(x, ids, real, row, num_bias, num_bans, first_ids)
         # Several listed tokens of one group write the same.
         _store_statistics(
             scratch + g, groups, x, y, split, both, wants_sum, wants_moment, scale, inside
@@ -180,15 +189,14 @@ def _repair_groups(
 
 @triton.jit
 def _first_bound(
-    row, params, scratch, groups, supers, tiles, vocab, num_bias, num_bans, largest, narrow_scale,
-    total, mean,
+    row, params, scratch, super_maxima, groups, tiles, vocab, num_bias, num_bans, largest,
+    narrow_scale, total, mean, SUPER: tl.constexpr, SIGMA: tl.constexpr,
 ):  # fmt: skip
     """(bound, z_bound): no survivor of the first filter has y < bound, which is at z_bound.
 
     Where the filter goes by mass, that is to be verified when it is applied: sums are rounded.
     """
     flags = tl.load(params + P_FLAGS)
-    super_maxima = scratch + groups * SUPERS
     bound = tl.full((), -FLT_MAX, tl.float32)
     z_bound = tl.full((), -1e300, tl.float64)
     if (flags & F_TOTAL) != 0:
@@ -200,11 +208,18 @@ def _first_bound(
         if top_p >= 1:
             narrow_mean = mean.to(tl.float32)
         if (top_p < 1) | (typical < 1):
-            share = 1.0 - tl.where(top_p < 1, top_p, typical)
-            z = _mass_bound(
-                scratch, scratch + groups * SUMS, groups, largest, narrow_scale, total, share,
-                narrow_mean,
-            )  # fmt: skip
+            found = False
+            z = tl.full((), 0.0, tl.float32)
+            if top_p < 1:
+                z, found = _nucleus_bound(
+                    scratch, groups, largest, narrow_scale, total, top_p, SUPER
+                )
+            if not found:
+                share = 1.0 - tl.where(top_p < 1, top_p, typical)
+                z = _mass_bound(
+                    scratch, scratch + groups * SUMS, groups, largest, narrow_scale, total, share,
+                    narrow_mean,
+                )  # fmt: skip
         else:
             cutoff = tl.where(epsilon > 0, epsilon, eta)
             z = tl.log2(cutoff) + tl.log2(total.to(tl.float32) / ONE)
@@ -216,26 +231,22 @@ def _first_bound(
         bound = tl.maximum(bound, _round_down(largest.to(tl.float64) + z_bound / scale))
     else:
         top_k = tl.load(params + P_TOP_K)
-        sigma = _f32(params + P_SIGMA)
         if _f32(params + P_MIN_P) > 0:
             offset = _i64(params + P_MIN_P_OFFSET).to(tl.float64, bitcast=True)
             bound = tl.maximum(bound, _round_down(largest.to(tl.float64) + offset))
-        if sigma > 0:
+        sigma = _f32(params + P_SIGMA)
+        if SIGMA and sigma > 0:
             least = _sigma_bound(row, tiles, vocab, num_bias, num_bans, largest, sigma)
             bound = tl.maximum(bound, tl.minimum(_round_up(least), largest))
         if (top_k > 0) & (top_k <= MAX_LISTED_TOP_K):
-            if top_k <= supers // 4:
-                least = _top_bound(super_maxima, supers, largest, top_k)
-            else:
-                least = _top_bound(scratch, groups, largest, top_k)
-            bound = tl.maximum(bound, least)
+            bound = tl.maximum(bound, _top_bound(super_maxima, scratch, groups, largest, top_k))
     return bound, z_bound
 
 
 @triton.jit
 def _select(
-    row, scratch, params, groups, tiles, vocab, num_bias, num_bans, largest, word, plain,
-    candidates_at, plan_low_at, BATCH: tl.constexpr, WIDE: tl.constexpr,
+    row, scratch, params, super_maxima, groups, tiles, vocab, num_bias, num_bans, largest, word,
+    plain, candidates_at, plan_low_at, SUPER: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw from group statistics.
 
@@ -246,10 +257,6 @@ def _select(
     scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
     narrow_scale = _f32(params + P_SCALE)
     sums = scratch + groups * SUMS
-    supers = groups // 8
-    super_maxima = scratch + groups * SUPERS
-    super_masses = super_maxima + supers
-    super_list = super_maxima + 3 * supers
     token = 0
     highest = largest
     lowest = tl.full((), NEG_INF, tl.float32)
@@ -260,7 +267,7 @@ def _select(
     total = tl.full((), 1, tl.int64) << 40
     if (flags & F_GREEDY) != 0:
         token = _first_maximum(
-            row, scratch, super_maxima, supers, largest, vocab, num_bias, num_bans, plain
+            row, scratch, super_maxima, largest, vocab, num_bias, num_bans, plain, SUPER
         )
         lowest = largest
         lowest_id = token
@@ -268,32 +275,37 @@ def _select(
     else:
         mean = tl.full((), 0.0, tl.float64)
         wants_sum = (flags & F_TOTAL) != 0
+        super_masses = tl.zeros([SUPERS], tl.int64)
         if wants_sum:
-            total = _super_masses(scratch, sums, super_masses, supers, largest, narrow_scale, WIDE)
+            super_masses = _super_masses(scratch, sums, groups, largest, narrow_scale, SUPER)
+            total = tl.sum(super_masses)
         if (flags & F_MEAN) != 0:
             moments = scratch + groups * MOMENTS
-            mean = _mean(scratch, sums, moments, groups, largest, narrow_scale, total, WIDE)
+            mean = _mean(scratch, sums, moments, groups, largest, narrow_scale, total)
         top_k = tl.load(params + P_TOP_K)
         unfiltered = wants_sum & (_f32(params + P_TOP_P) >= 1) & (_f32(params + P_TYPICAL) >= 1)
         unfiltered = unfiltered & (_f32(params + P_EPSILON) <= 0) & (_f32(params + P_ETA) <= 0)
         if unfiltered:
             token = _draw_from_groups(
-                row, scratch, sums, super_masses, supers, largest, scale, narrow_scale, total,
-                word, vocab, num_bias, num_bans, plain,
+                row, scratch, sums, super_masses, largest, scale, narrow_scale, total, word,
+                vocab, num_bias, num_bans, plain, SUPER,
             )  # fmt: skip
+        elif _f32(params + P_SIGMA) > 0:
+            plan = BY_SIGMA
         else:
             bound, z_bound = _first_bound(
-                row, params, scratch, groups, supers, tiles, vocab, num_bias, num_bans, largest,
-                narrow_scale, total, mean,
+                row, params, scratch, super_maxima, groups, tiles, vocab, num_bias, num_bans,
+                largest, narrow_scale, total, mean, SUPER, False,
             )  # fmt: skip
             group_list = scratch + groups * GROUP_LIST
             list_y = scratch + candidates_at
             list_ids = list_y + LISTED
-            list_q = list_y + 2 * LISTED
             listed = _list_groups(
-                scratch, super_maxima, super_list, group_list, supers, bound, False
-            )
+                super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound, SUPER,
+                False,
+            )  # fmt: skip
             readable = tl.where((top_k > 0) & (top_k <= MAX_LISTED_TOP_K), LISTED, MAX_GROUPS_READ)
+            count = LISTED + 1
             if listed <= readable:
                 if plain:
                     count = _list_candidates(
@@ -301,28 +313,25 @@ def _select(
                     )
                 else:
                     count = _list_checked_candidates(
-                        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias,
-                        num_bans, BATCH,
-                    )  # fmt: skip
-                if count <= SHORT:
-                    complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
-                        list_y, list_ids, list_q, count, largest, scale, params, top_k, wants_sum,
-                        total, mean, z_bound, word, SHORT,
-                    )  # fmt: skip
-                    plan = tl.where(complete != 0, DONE, BY_ROW)
-                elif count <= MIDDLE:
-                    complete, token, highest, lowest, lowest_id, total, num_kept = (
-                        _filter_long_list(
-                            list_y, list_ids, list_q, count, largest, scale, params, top_k,
-                            wants_sum, total, mean, z_bound, word, MIDDLE,
-                        )
-                    )  # fmt: skip
-                    plan = tl.where(complete != 0, DONE, BY_ROW)
-                elif count <= LISTED:
-                    plan = BY_LIST
-                    _store_i64(scratch + plan_low_at, z_bound.to(tl.int64, bitcast=True))
-                else:
-                    plan = BY_ROW
+                        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans
+                    )
+            later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
+            later = later | (_f32(params + P_ETA) > 0)
+            if (count <= SHORT) & (later == 0):
+                complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
+                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
+                    mean, z_bound, word, SHORT, False,
+                )  # fmt: skip
+                plan = tl.where(complete != 0, DONE, BY_ROW)
+            elif count <= LONGER:
+                complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
+                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
+                    mean, z_bound, word, LONGER,
+                )  # fmt: skip
+                plan = tl.where(complete != 0, DONE, BY_ROW)
+            elif count <= LISTED:
+                plan = BY_LIST
+                _store_i64(scratch + plan_low_at, z_bound.to(tl.int64, bitcast=True))
             else:
                 plan = BY_ROW
             if (plan == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED):
@@ -331,39 +340,52 @@ def _select(
 
 
 @triton.jit(noinline=True)
+def _store_sample(row, to, vocab, num_bias, num_bans):
+    """Store y of 32 groups, evenly spaced."""
+    for first in range(0, 32, FEW):
+        i = first + tl.arange(0, FEW)
+        first_ids = ((i * (vocab // 64)) >> 5) * 64
+        ids = first_ids[:, None] + tl.arange(0, GROUP)[None, :]
+        inside = ids < vocab
+        x = _sanitised(row[0], ids, inside)
+        y = _processed(x, ids, inside, row, num_bias, num_bans, first_ids)
+        _store_f32(to + i[:, None] * GROUP + tl.arange(0, GROUP)[None, :], y)
+    tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
 def _bracket(
-    row, maxima, sums, groups, vocab, num_bias, num_bans, largest, narrow_scale, share,
-    WIDE: tl.constexpr,
+    row, maxima, sums, list_y, groups, vocab, num_bias, num_bans, largest, narrow_scale, share,
+    SUPER: tl.constexpr,
 ):  # fmt: skip
     """(low, high): y between which the cut of top_p very probably is, for a flat row.
 
-    From 64 groups, evenly spaced: the mass below a bound is `ratio` times what they hold of it,
+    From 32 groups, evenly spaced: the mass below a bound is `ratio` times what they hold of it,
     give or take. Its standard deviation is at most the root of ratio * mass * (weight at the
     bound), since no token below the bound weighs more.
     """
-    budget = (_total(maxima, sums, groups, largest, narrow_scale, WIDE)).to(tl.float32)
-    budget = budget * (share / ONE)
-    ratio = (vocab // 64).to(tl.float32) / 64.0
-    high_z = tl.full((), 0.0, tl.float32)
+    masses = _super_masses(maxima, sums, groups, largest, narrow_scale, SUPER)
+    budget = tl.sum(masses).to(tl.float32) * (share / ONE)
+    ratio = (vocab // 64).to(tl.float32) / 32.0
     low_z = tl.log2(budget / vocab.to(tl.float32))
-    center = low_z
-    upper = high_z
+    upper = tl.full((), 0.0, tl.float32)
     lower = low_z
+    center = low_z
     found_low = low_z
-    found_high = high_z
-    sample = tl.arange(0, 64)
-    ids = (((sample * (vocab // 64)) >> 6) * 64)[:, None] + tl.arange(0, GROUP)[None, :]
-    y = _sanitised(row[0], ids, ids < vocab)
+    found_high = upper
+    i = tl.arange(0, 2048)
     if (row[7] != 0) | (num_bias + num_bans > 0):
-        y = _processed(y, ids, ids < vocab, row, num_bias, num_bans)
-    y_z = _z(y, largest, narrow_scale)
-    # In units of 2**-40 of the largest weight.
-    weights = (tl.exp2(y_z) * ONE).to(tl.int64)
+        _store_sample(row, list_y, vocab, num_bias, num_bans)
+        y = tl.load(list_y + i).to(tl.float32, bitcast=True)
+    else:
+        ids = ((((i >> 6) * (vocab // 64)) >> 5) * 64) + (i & 63)
+        y = _sanitised(row[0], ids, ids < vocab)
+    y_z = tl.maximum(_z(y, largest, narrow_scale), -1000.0)
+    weights = tl.exp2(y_z)
     for step in range(14):
         # 6 steps to the middle of the bracket, then 4 to each of its ends.
         z = 0.5 * (lower + upper)
-        mass = tl.sum(tl.sum(tl.where(y_z < z, weights, 0), 1))
-        below = mass.to(tl.float32) / ONE * ratio
+        below = tl.sum(tl.where(y_z < z, weights, 0.0)) * ratio
         error = 5.0 * tl.sqrt(ratio * tl.exp2(z) * below)
         fits = tl.where(step < 6, below, tl.where(step < 10, below + error, below - error))
         fits_budget = fits <= budget
@@ -397,7 +419,7 @@ def finish(
     scratch, scratch_32, mode, vocab_units, tiles, groups_64, max_requests, params_words,
     state_words, output_words, bias_ids, bias_values, stop_ids, bad_words, bad_word_length,
     given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at, plan_at, candidates_at,
-    prompt_bits, output_bits, counts_at, penalties, BATCH: tl.constexpr, WIDE: tl.constexpr,
+    prompt_bits, output_bits, counts_at, penalties, SUPER: tl.constexpr,
     UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program: from its groups' statistics to its token and its next state.
@@ -434,35 +456,36 @@ def finish(
         num_bias = tl.load(params + P_NUM_BIAS)
         num_bans = 0
         seen_nan = 0
-        supers = groups // 8
-        super_maxima = scratch + groups * SUPERS
         bans = scratch + bans_at
         if (flags & F_LISTS) != 0:
             num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
         split, both = _split(flags, params, row, num_bias + num_bans)
         if (num_bias + num_bans > 0) & (row[7] == 0):
             _keep_raw(scratch, groups, both)
-        largest = _super_maxima(scratch, super_maxima, supers, 2048)
+        super_maxima = _super_maxima(scratch, groups, SUPER)
+        largest = tl.max(super_maxima)
         if largest == INF:
             group_list = scratch + groups * GROUP_LIST
-            unusual = _list_groups(
-                scratch, super_maxima, super_maxima + 3 * supers, group_list, supers, INF, False
+            unusual = _list_unusual(
+                scratch, scratch + groups * SUPER_LIST, group_list, groups, SUPER
             )
             seen_nan = _repair_groups(
-                row, scratch, group_list, unusual, groups, vocab, num_bias, num_bans, split, both,
-                wants_sum, wants_moment, scale, False,
+                row, scratch, group_list, unusual, False, groups, vocab, num_bias, num_bans,
+                split, both, wants_sum, wants_moment, scale,
             )  # fmt: skip
-            largest = _super_maxima(scratch, super_maxima, supers, 2048)
+            super_maxima = _super_maxima(scratch, groups, SUPER)
+            largest = tl.max(super_maxima)
         if num_bias + num_bans > 0:
             _repair_groups(
-                row, scratch, params + bias_ids, num_bias, groups, vocab, num_bias, num_bans,
-                split, both, wants_sum, wants_moment, scale, True,
+                row, scratch, params + bias_ids, num_bias, True, groups, vocab, num_bias,
+                num_bans, split, both, wants_sum, wants_moment, scale,
             )  # fmt: skip
             _repair_groups(
                 row, scratch, bans, num_bans, groups, vocab, num_bias, num_bans, split, both,
                 wants_sum, wants_moment, scale, True,
             )  # fmt: skip
-            largest = _super_maxima(scratch, super_maxima, supers, 2048)
+            super_maxima = _super_maxima(scratch, groups, SUPER)
+            largest = tl.max(super_maxima)
         plan = BY_ROW
         count = 0
         token = 0
@@ -474,9 +497,9 @@ def finish(
         if (largest > NEG_INF) & (largest < INF):
             plain = (row[7] == 0) & (num_bias + num_bans == 0)
             plan, count, token, highest, lowest, lowest_id, total, num_kept = _select(
-                row, scratch, params, groups, tiles, vocab, num_bias, num_bans, largest,
-                _row_word(params, state, words, given, mode, index), plain, candidates_at,
-                plan_at + PLAN_LOW, BATCH, WIDE,
+                row, scratch, params, super_maxima, groups, tiles, vocab, num_bias, num_bans,
+                largest, _row_word(params, state, words, given, mode, index), plain,
+                candidates_at, plan_at + PLAN_LOW, SUPER,
             )  # fmt: skip
         if plan == DONE:
             tl.debug_barrier()
@@ -484,7 +507,7 @@ def finish(
                 row, out, params, state, scratch, flags, tl.where(seen_nan != 0, R_NAN, 0), token,
                 highest, lowest, lowest_id, total, num_kept, NORMAL, 0, largest, groups, tiles,
                 vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
-                max_logprobs, max_logprob_ids, recent_tokens, penalties, BATCH, WIDE,
+                max_logprobs, max_logprob_ids, recent_tokens, penalties, SUPER,
             )  # fmt: skip
         else:
             tl.store(scratch + plan_at, plan)
@@ -493,8 +516,8 @@ def finish(
             tl.store(scratch + plan_at + PLAN_COUNT, count)
             if plan == BY_BRACKET:
                 low, high = _bracket(
-                    row, scratch, scratch + groups * SUMS, groups, vocab, num_bias, num_bans,
-                    largest, scale, 1.0 - _f32(params + P_TOP_P), WIDE,
+                    row, scratch, scratch + groups * SUMS, scratch + candidates_at, groups, vocab,
+                    num_bias, num_bans, largest, scale, 1.0 - _f32(params + P_TOP_P), SUPER,
                 )  # fmt: skip
                 _store_f32(scratch + plan_at + PLAN_LOW, low)
                 _store_f32(scratch + plan_at + PLAN_HIGH, high)

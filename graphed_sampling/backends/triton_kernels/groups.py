@@ -12,6 +12,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     NEG_INF,
     NEG_INF_BITS,
     ONE,
+    SUPERS,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _exp2,
@@ -21,8 +22,6 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _masses,
     _mulhi,
     _share,
-    _store_f32,
-    _store_i64,
     _z,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
@@ -38,33 +37,21 @@ def _floats(pointer, i, inside):
 
 
 @triton.jit
-def _of_supers(pointer, first, supers, WIDE: tl.constexpr):
-    """[WIDE / 8, 8] floats of the groups of supers, from the super `first` on."""
-    i = first + tl.arange(0, WIDE // 8)
-    at = i[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return _floats(pointer, at, (i < supers)[:, None])
+def _part(j, SUPER: tl.constexpr):
+    """Indices of groups [SUPERS, up to 4]: of each super those from its j-th on."""
+    width: tl.constexpr = SUPER if SUPER < 4 else 4
+    first = tl.arange(0, SUPERS) * SUPER + j
+    return first[:, None] + tl.arange(0, width)[None, :]
 
 
 @triton.jit
-def _super_maxima(maxima, super_maxima, supers, WIDE: tl.constexpr):
-    """Store the supers' maxima; the largest."""
-    largest = tl.full([WIDE // 8], NEG_INF, tl.float32)
-    for first in range(0, supers, WIDE // 8):
-        maximum = tl.max(_of_supers(maxima, first, supers, WIDE), 1)
-        i = first + tl.arange(0, WIDE // 8)
-        _store_f32(super_maxima + i, maximum, mask=i < supers)
-        largest = tl.maximum(largest, maximum)
-    tl.debug_barrier()
-    return tl.max(largest)
-
-
-@triton.jit
-def _maximum(maxima, groups, WIDE: tl.constexpr):
-    largest = tl.full([WIDE], NEG_INF, tl.float32)
-    for first in range(0, groups, WIDE):
-        i = first + tl.arange(0, WIDE)
-        largest = tl.maximum(largest, _floats(maxima, i, i < groups))
-    return tl.max(largest)
+def _super_maxima(maxima, groups, SUPER: tl.constexpr):
+    """The supers' maxima [SUPERS]."""
+    super_maxima = tl.full([SUPERS], NEG_INF, tl.float32)
+    for j in range(0, SUPER, 4):
+        g = _part(j, SUPER)
+        super_maxima = tl.maximum(super_maxima, tl.max(_floats(maxima, g, g < groups), 1))
+    return super_maxima
 
 
 @triton.jit
@@ -76,37 +63,23 @@ def _group_masses(maximum, sums, largest, scale):
 
 
 @triton.jit
-def _total(maxima, sums, groups, largest, scale, WIDE: tl.constexpr):
-    """int64 mass of all tokens."""
-    total = tl.zeros([WIDE], tl.int64)
-    for first in range(0, groups, WIDE):
-        i = first + tl.arange(0, WIDE)
-        maximum = _floats(maxima, i, i < groups)
-        total += _group_masses(maximum, _floats(sums, i, i < groups), largest, scale)
-    return tl.sum(total)
+def _super_masses(maxima, sums, groups, largest, scale, SUPER: tl.constexpr):
+    """The supers' masses, int64 [SUPERS]."""
+    masses = tl.zeros([SUPERS], tl.int64)
+    for j in range(0, SUPER, 4):
+        g = _part(j, SUPER)
+        maximum = _floats(maxima, g, g < groups)
+        mass = _group_masses(maximum, _floats(sums, g, g < groups), largest, scale)
+        masses += tl.sum(mass, 1)
+    return masses
 
 
-@triton.jit
-def _super_masses(maxima, sums, super_masses, supers, largest, scale, WIDE: tl.constexpr):
-    """Store the supers' int64 masses; the mass of all tokens."""
-    total = tl.zeros([WIDE // 8], tl.int64)
-    for first in range(0, supers, WIDE // 8):
-        maximum = _of_supers(maxima, first, supers, WIDE)
-        mass = _group_masses(maximum, _of_supers(sums, first, supers, WIDE), largest, scale)
-        mass = tl.sum(mass, 1)
-        i = first + tl.arange(0, WIDE // 8)
-        _store_i64(super_masses + 2 * i, mass, mask=i < supers)
-        total += mass
-    tl.debug_barrier()
-    return tl.sum(total)
-
-
-@triton.jit
-def _mean(maxima, sums, moments, groups, largest, scale, total, WIDE: tl.constexpr):
+@triton.jit(noinline=True)
+def _mean(maxima, sums, moments, groups, largest, scale, total):
     """float64: the mean of z over all tokens."""
-    moment = tl.zeros([WIDE], tl.int64)
-    for first in range(0, groups, WIDE):
-        i = first + tl.arange(0, WIDE)
+    moment = tl.zeros([SUPERS], tl.int64)
+    for first in range(0, groups, SUPERS):
+        i = first + tl.arange(0, SUPERS)
         z = _z(_floats(maxima, i, i < groups), largest, scale)
         value = _floats(sums, i, i < groups) * z + _floats(moments, i, i < groups)
         moment += tl.where(z > -126.0, value * tl.exp2(z) * ONE, 0.0).to(tl.int64)
@@ -114,16 +87,30 @@ def _mean(maxima, sums, moments, groups, largest, scale, total, WIDE: tl.constex
 
 
 @triton.jit
-def _numbers_above(maxima, count, bound0, bound1, bound2):
-    """How many of the maxima reach each of three bounds: 20 bits each of an int64."""
-    above = tl.zeros([256], tl.int64)
-    for first in range(0, count, 256):
-        i = first + tl.arange(0, 256)
-        maximum = _floats(maxima, i, i < count)
-        above += (maximum >= bound0).to(tl.int64)
-        above += (maximum >= bound1).to(tl.int64) << 20
-        above += (maximum >= bound2).to(tl.int64) << 40
-    return tl.sum(above)
+def _numbers_above(values, count, bound0, bound1, bound2, LOADED: tl.constexpr):
+    """How many of the values reach each of three bounds. They are a block [SUPERS], LOADED, or
+    `count` of them in memory."""
+    if LOADED:
+        above = (values >= bound0).to(tl.int32)
+        above += (values >= bound1).to(tl.int32) << 10
+        above += (values >= bound2).to(tl.int32) << 20
+        numbers = tl.sum(above)
+        number0 = numbers & 0x3FF
+        number1 = (numbers >> 10) & 0x3FF
+        number2 = numbers >> 20
+    else:
+        wide = tl.zeros([SUPERS], tl.int64)
+        for first in range(0, count, SUPERS):
+            i = first + tl.arange(0, SUPERS)
+            value = _floats(values, i, i < count)
+            wide += (value >= bound0).to(tl.int64)
+            wide += (value >= bound1).to(tl.int64) << 20
+            wide += (value >= bound2).to(tl.int64) << 40
+        numbers_wide = tl.sum(wide)
+        number0 = (numbers_wide & 0xFFFFF).to(tl.int32)
+        number1 = ((numbers_wide >> 20) & 0xFFFFF).to(tl.int32)
+        number2 = (numbers_wide >> 40).to(tl.int32)
+    return number0, number1, number2
 
 
 @triton.jit
@@ -136,21 +123,10 @@ def _between(low, high, part, by_bits):
 
 
 @triton.jit
-def _top_bound(maxima, count, largest, k):
-    """A bound that at least k of the maxima reach, and so k tokens; few more do.
-
-    -FLT_MAX where fewer than k hold a token. largest: of the maxima, finite.
-    """
-    smallest = tl.full([256], INF, tl.float32)
-    for first in range(0, count, 256):
-        i = first + tl.arange(0, 256)
-        maximum = _floats(maxima, i, i < count)
-        smallest = tl.minimum(smallest, tl.where(maximum > NEG_INF, maximum, INF))
-    low = tl.min(smallest)
+def _search_top_bound(values, count, smallest, largest, k, LOADED: tl.constexpr):
+    low = smallest
     high = largest
-    numbers = _numbers_above(maxima, count, low, largest, largest)
-    at_low = (numbers & 0xFFFFF).to(tl.int32)
-    at_high = ((numbers >> 20) & 0xFFFFF).to(tl.int32)
+    at_low, at_high, _ = _numbers_above(values, count, low, largest, largest, LOADED)
     if at_low < k:
         low = tl.full((), -FLT_MAX, tl.float32)
     elif at_high >= k:
@@ -159,68 +135,112 @@ def _top_bound(maxima, count, largest, k):
         # k or more reach `low`, fewer reach `high`. Numbers above a bound fall about
         # exponentially: three bounds around where k would be if they did. That gives way to
         # bounds by bits, which end.
-        enough = k + k // 4 + 4
+        enough = k + (k >> 4) + 4
         step = 0
         while (at_low > enough) & (_key(high).to(tl.int64) - _key(low) > 1):
+            wanted = (k + (k >> 5) + 2).to(tl.float32)
             slope = tl.log2(at_low.to(tl.float32) / at_high.to(tl.float32))
-            part = tl.log2(at_low.to(tl.float32) / (k + k // 8 + 2).to(tl.float32)) / slope
+            part = tl.log2(at_low.to(tl.float32) / wanted) / slope
             by_bits = step >= 4
             part = tl.where(by_bits, 0.5, tl.minimum(tl.maximum(part, 0.05), 0.95))
-            bound0 = _between(low, high, 0.7 * part, by_bits)
+            bound0 = _between(low, high, 0.8 * part, by_bits)
             bound1 = _between(low, high, part, by_bits)
-            bound2 = _between(low, high, 0.6 * part + 0.4, by_bits)
-            numbers = _numbers_above(maxima, count, bound0, bound1, bound2)
-            number0 = (numbers & 0xFFFFF).to(tl.int32)
-            number1 = ((numbers >> 20) & 0xFFFFF).to(tl.int32)
-            number2 = (numbers >> 40).to(tl.int32)
-            if number2 >= k:
-                low = bound2
-                at_low = number2
-            elif number1 >= k:
-                low = bound1
-                at_low = number1
-                high = bound2
-                at_high = tl.maximum(number2, 1)
-            elif number0 >= k:
-                low = bound0
-                at_low = number0
-                high = bound1
-                at_high = tl.maximum(number1, 1)
-            else:
-                high = bound0
-                at_high = tl.maximum(number0, 1)
+            bound2 = _between(low, high, 0.8 * part + 0.2, by_bits)
+            number0, number1, number2 = _numbers_above(
+                values, count, bound0, bound1, bound2, LOADED
+            )
+            in0, in1, in2 = number0 >= k, number1 >= k, number2 >= k
+            high = tl.where(in2, high, tl.where(in1, bound2, tl.where(in0, bound1, bound0)))
+            at_high = tl.where(
+                in2, at_high, tl.where(in1, number2, tl.where(in0, number1, number0))
+            )
+            at_high = tl.maximum(at_high, 1)
+            low = tl.where(in2, bound2, tl.where(in1, bound1, tl.where(in0, bound0, low)))
+            at_low = tl.where(in2, number2, tl.where(in1, number1, tl.where(in0, number0, at_low)))
             step += 1
     return low
 
 
-@triton.jit
-def _group_weights(maxima, sums, first, groups, largest, scale, unit):
-    """Of 2048 groups: z of the maximum; and in units, as int32, the weight of all tokens, and of
-    all but the maximum."""
-    i = first + tl.arange(0, 2048)
-    z = _z(_floats(maxima, i, i < groups), largest, scale)
-    top = tl.exp2(z) * unit
-    weight = tl.where(z > -126.0, _floats(sums, i, i < groups) * top, 0.0)
-    return z, weight.to(tl.int32), tl.maximum(weight - top, 0.0).to(tl.int32)
+@triton.jit(noinline=True)
+def _top_bound_of_groups(maxima, groups, largest, k):
+    smallest = tl.full([SUPERS], INF, tl.float32)
+    for first in range(0, groups, SUPERS):
+        i = first + tl.arange(0, SUPERS)
+        maximum = _floats(maxima, i, i < groups)
+        smallest = tl.minimum(smallest, tl.where(maximum > NEG_INF, maximum, INF))
+    return _search_top_bound(maxima, groups, tl.min(smallest), largest, k, False)
 
 
 @triton.jit
-def _outside(z, weight, rest, middle, most, mean):
-    """At most what tokens of groups weigh below z = middle and above 2 * mean - middle."""
-    wholly = (z < middle) | (z > 2.0 * mean - middle)
-    return tl.sum(tl.where(wholly, weight, tl.minimum(rest, most)))
+def _top_bound(super_maxima, maxima, groups, largest, k):
+    """A bound that at least k of the supers' maxima reach, or of the groups' where k is large; and
+    so k tokens. Few more do.
+
+    -FLT_MAX where fewer than k hold a token. largest: of the maxima, finite.
+    """
+    if k <= SUPERS // 4:
+        smallest = tl.min(tl.where(super_maxima > NEG_INF, super_maxima, INF))
+        bound = _search_top_bound(super_maxima, 0, smallest, largest, k, True)
+    else:
+        bound = _top_bound_of_groups(maxima, groups, largest, k)
+    return bound
+
+
+@triton.jit
+def _reach(z, weight, bound0, bound1, bound2):
+    """What groups' largest tokens weigh that reach each of three bounds."""
+    weight0 = tl.sum(tl.sum(tl.where(z >= bound0, weight, 0.0), 1))
+    weight1 = tl.sum(tl.sum(tl.where(z >= bound1, weight, 0.0), 1))
+    weight2 = tl.sum(tl.sum(tl.where(z >= bound2, weight, 0.0), 1))
+    return weight0, weight1, weight2
+
+
+@triton.jit
+def _largest_weights(maxima, j, groups, largest, scale, SUPER: tl.constexpr):
+    g = _part(j, SUPER)
+    z = tl.maximum(_z(_floats(maxima, g, g < groups), largest, scale), -1000.0)
+    return z, tl.exp2(z)
+
+
+@triton.jit
+def _nucleus_bound(maxima, groups, largest, scale, total, top_p, SUPER: tl.constexpr):
+    """(z, found): the largest tokens of groups that reach z weigh top_p of the total by themselves.
+
+    Not found where distributions are so flat that groups hold several tokens of the nucleus.
+    """
+    of_largest = total.to(tl.float32) / ONE
+    # What is rounded here is told by the list itself later.
+    needed = of_largest * tl.minimum(top_p * 1.0001, 1.0)
+    tokens = (groups * GROUP).to(tl.float32)
+    start = tl.minimum(tl.log2(of_largest * tl.maximum(1.0 - top_p, 1e-6) / tokens) - 1.0, -1.0)
+    low = start
+    high = tl.full((), 0.0, tl.float32)
+    if SUPER <= 4:
+        z, weight = _largest_weights(maxima, 0, groups, largest, scale, SUPER)
+    for _step in range(4):
+        part = 0.25 * (high - low)
+        bound0 = low + part
+        bound1 = low + 2.0 * part
+        bound2 = high - part
+        if SUPER <= 4:
+            weight0, weight1, weight2 = _reach(z, weight, bound0, bound1, bound2)
+        else:
+            weight0 = 0.0
+            weight1 = 0.0
+            weight2 = 0.0
+            for j in range(0, SUPER, 4):
+                z, weight = _largest_weights(maxima, j, groups, largest, scale, SUPER)
+                more0, more1, more2 = _reach(z, weight, bound0, bound1, bound2)
+                weight0 += more0
+                weight1 += more1
+                weight2 += more2
+        in0, in1, in2 = weight0 >= needed, weight1 >= needed, weight2 >= needed
+        high = tl.where(in2, high, tl.where(in1, bound2, tl.where(in0, bound1, bound0)))
+        low = tl.where(in2, bound2, tl.where(in1, bound1, tl.where(in0, bound0, low)))
+    return low, low > start
 
 
 @triton.jit(noinline=True)
-def _outside_of_many(maxima, sums, groups, largest, scale, unit, middle, most, mean):
-    outside = 0
-    for first in range(0, groups, 2048):
-        z, weight, rest = _group_weights(maxima, sums, first, groups, largest, scale, unit)
-        outside += _outside(z, weight, rest, middle, most, mean)
-    return outside
-
-
-@triton.jit
 def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
     """z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
 
@@ -229,58 +249,63 @@ def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
     """
     unit = 1073741824.0 * ONE / total.to(tl.float32)
     budget = (share * 1073741824.0).to(tl.int32) - groups
-    tokens = (groups * 64).to(tl.float32)
+    tokens = (groups * GROUP).to(tl.float32)
     low = tl.minimum(tl.log2(tl.maximum(share * 536870912.0, 1.0) / (tokens * unit)), 0.0)
     high = tl.full((), 0.0, tl.float32)
-    z, weight, rest = _group_weights(maxima, sums, 0, groups, largest, scale, unit)
     for _step in range(7):
         middle = 0.5 * (low + high)
         most = tl.minimum(tl.exp2(middle) * 63.0 * unit, 1073741824.0).to(tl.int32) + 1
-        if groups <= 2048:
-            outside = _outside(z, weight, rest, middle, most, mean)
-        else:
-            outside = _outside_of_many(
-                maxima, sums, groups, largest, scale, unit, middle, most, mean
-            )
-        fits = outside <= budget
+        outside = tl.zeros([SUPERS], tl.int32)
+        for first in range(0, groups, SUPERS):
+            i = first + tl.arange(0, SUPERS)
+            z = _z(_floats(maxima, i, i < groups), largest, scale)
+            top = tl.exp2(z) * unit
+            weight = tl.where(z > -126.0, _floats(sums, i, i < groups) * top, 0.0)
+            rest = tl.maximum(weight - top, 0.0).to(tl.int32)
+            wholly = (z < middle) | (z > 2.0 * mean - middle)
+            outside += tl.where(wholly, weight.to(tl.int32), tl.minimum(rest, most))
+        fits = tl.sum(outside) <= budget
         low = tl.where(fits, middle, low)
         high = tl.where(fits, high, middle)
     return low
 
 
 @triton.jit
-def _list_groups(maxima, super_maxima, super_list, group_list, supers, bound, STRICT: tl.constexpr):
+def _list_groups(
+    super_maxima, maxima, super_list, group_list, bound, SUPER: tl.constexpr, STRICT: tl.constexpr
+):
     """List the groups whose maximum is >= bound (> bound where STRICT), ascending; their number."""
-    listed = 0
-    for first in range(0, supers, 256):
-        i = first + tl.arange(0, 256)
-        maximum = _floats(super_maxima, i, i < supers)
-        flagged = (maximum > bound if STRICT else maximum >= bound) & (i < supers)
-        position = listed + tl.cumsum(flagged.to(tl.int32), 0) - 1
-        tl.store(super_list + position, i, mask=flagged)
-        listed += tl.sum(flagged.to(tl.int32))
+    flagged = super_maxima > bound if STRICT else super_maxima >= bound
+    up_to = tl.cumsum(flagged.to(tl.int32), 0)
+    tl.store(super_list + up_to - 1, tl.arange(0, SUPERS), mask=flagged)
+    listed = tl.max(up_to)
     tl.debug_barrier()
+    rows: tl.constexpr = 256 // SUPER
     count = 0
-    for first in range(0, listed, 32):
-        i = first + (tl.arange(0, 256) >> 3)
+    for first in range(0, listed, rows):
+        i = first + tl.arange(0, rows)
         super_ = tl.load(super_list + i, mask=i < listed, other=0)
-        g = super_ * 8 + (tl.arange(0, 256) & 7)
-        maximum = _floats(maxima, g, i < listed)
-        flagged = (maximum > bound if STRICT else maximum >= bound) & (i < listed)
-        position = count + tl.cumsum(flagged.to(tl.int32), 0) - 1
-        tl.store(group_list + position, g, mask=flagged)
-        count += tl.sum(flagged.to(tl.int32))
+        g = super_[:, None] * SUPER + tl.arange(0, SUPER)[None, :]
+        maximum = _floats(maxima, g, (i < listed)[:, None])
+        flags = maximum > bound if STRICT else maximum >= bound
+        flags = flags & (i < listed)[:, None]
+        flat = tl.reshape(flags.to(tl.int32), [256])
+        up_to_group = count + tl.cumsum(flat, 0)
+        tl.store(group_list + up_to_group - 1, tl.reshape(g, [256]), mask=flat != 0)
+        count = tl.max(up_to_group)
     tl.debug_barrier()
     return count
 
 
 @triton.jit
-def _group_tokens(group_list, first, count, vocab, BATCH: tl.constexpr):
-    """Of listed groups: their first ids [BATCH], all ids [BATCH, 64], and which are tokens."""
-    i = first + tl.arange(0, BATCH)
-    group_ids = tl.load(group_list + i, mask=i < count, other=0) * 64
-    ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
-    return group_ids, ids, (i < count)[:, None] & (ids < vocab)
+def _listed_tokens(group_list, first, count, vocab, NUMBER: tl.constexpr):
+    """Of NUMBER listed groups, taken as halves of 32 tokens: the halves' first ids [2 * NUMBER],
+    all ids [2 * NUMBER, 32], and which are tokens."""
+    i = 2 * first + tl.arange(0, 2 * NUMBER)
+    group = tl.load(group_list + (i >> 1), mask=i < 2 * count, other=0)
+    first_ids = group * 64 + (i & 1) * 32
+    ids = first_ids[:, None] + tl.arange(0, 32)[None, :]
+    return first_ids, ids, (i < 2 * count)[:, None] & (ids < vocab)
 
 
 @triton.jit
@@ -307,32 +332,22 @@ def _inside_checked_group(row, group, maximum, scale, share, vocab, num_bias, nu
 
 @triton.jit
 def _draw_from_groups(
-    row, maxima, sums, super_masses, supers, largest, scale, narrow_scale, total, word, vocab,
-    num_bias, num_bans, plain,
+    row, maxima, sums, super_masses, largest, scale, narrow_scale, total, word, vocab, num_bias,
+    num_bans, plain, SUPER: tl.constexpr,
 ):  # fmt: skip
     """A token drawn from all: its super and group by their masses, then inside the group."""
     position = _mulhi(word, total)
-    before = tl.full((), 0, tl.int64)
-    passed = tl.full((), 0, tl.int64)
-    super_ = 0
-    for first in range(0, supers, 256):
-        i = first + tl.arange(0, 256)
-        low = tl.load(super_masses + 2 * i, mask=i < supers, other=0).to(tl.int64) & 0xFFFFFFFF
-        high = tl.load(super_masses + 2 * i + 1, mask=i < supers, other=0).to(tl.int64)
-        mass = (high << 32) | low
-        over = (i < supers) & ((passed + tl.cumsum(mass, 0)) <= position)
-        super_ += tl.sum(over.to(tl.int32))
-        before += tl.sum(tl.where(over, mass, 0))
-        passed += tl.sum(mass)
-    super_ = tl.minimum(super_, supers - 1)
-    g = super_ * 8 + tl.arange(0, 8)
+    over = tl.cumsum(super_masses, 0) <= position
+    before = tl.sum(tl.where(over, super_masses, 0))
+    super_ = tl.minimum(tl.sum(over.to(tl.int32)), SUPERS - 1)
+    g = super_ * SUPER + tl.arange(0, SUPER)
     inside = g >= 0
     mass = _group_masses(
         _floats(maxima, g, inside), _floats(sums, g, inside), largest, narrow_scale
     )
     over = (before + tl.cumsum(mass, 0)) <= position
     before += tl.sum(tl.where(over, mass, 0))
-    group = super_ * 8 + tl.minimum(tl.sum(over.to(tl.int32)), 7)
+    group = super_ * SUPER + tl.minimum(tl.sum(over.to(tl.int32)), SUPER - 1)
     maximum = _f32(maxima + group)
     of_group = _group_masses(maximum, _f32(sums + group), largest, narrow_scale)
     share = _share(word, total, before, of_group)
@@ -359,14 +374,12 @@ def _first_in_checked_group(row, group, largest, vocab, num_bias, num_bans):
 
 
 @triton.jit
-def _first_maximum(row, maxima, super_maxima, supers, largest, vocab, num_bias, num_bans, plain):
+def _first_maximum(
+    row, maxima, super_maxima, largest, vocab, num_bias, num_bans, plain, SUPER: tl.constexpr
+):
     """The lowest id among the largest y."""
-    nearest = tl.full([256], 0x7FFFFFFF, tl.int32)
-    for first in range(0, supers, 256):
-        i = first + tl.arange(0, 256)
-        maximum = _floats(super_maxima, i, i < supers)
-        nearest = tl.minimum(nearest, tl.where(maximum == largest, i, 0x7FFFFFFF))
-    g = tl.min(nearest) * 8 + tl.arange(0, 8)
+    super_ = tl.min(tl.where(super_maxima == largest, tl.arange(0, SUPERS), SUPERS - 1))
+    g = super_ * SUPER + tl.arange(0, SUPER)
     group = tl.min(tl.where(_floats(maxima, g, g >= 0) == largest, g, 0x7FFFFFFF))
     if plain:
         token = _first_in_group(row, group, largest, vocab, 0, 0, True)

@@ -7,10 +7,12 @@ import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
     F_PROCESSED,
-    GROUP,
+    FEW,
     INF,
     LISTED,
+    LONGER,
     NEG_INF,
+    NOTHING,
     ONE,
     P_EPSILON,
     P_ETA,
@@ -18,20 +20,20 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_TOP_P,
     P_TYPICAL,
     ROUND,
-    SHORT,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
-    _group_tokens,
+    _listed_tokens,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
+    _bit_count,
     _exp2,
     _f32,
-    _i64,
+    _from_key,
     _key,
+    _lowest_bit,
     _masses,
     _mulhi,
     _store_f32,
-    _store_i64,
     _target,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
@@ -41,62 +43,86 @@ from graphed_sampling.backends.triton_kernels.rows import (
 
 
 @triton.jit
-def _append(list_y, list_ids, count, y, group_ids, kept, logits, RELOAD: tl.constexpr):
-    """Append what is kept of groups [B, 64], ids ascending; the new length, which may exceed the
-    list. group_ids: int32 [B]: the first id of each. RELOAD: y is the row's logits.
+def _append(list_y, list_ids, count, y, first_ids, kept, logits, RELOAD: tl.constexpr):
+    """Append what is kept of halves of groups [H, 32], ids ascending; the new length, which may
+    exceed the list. first_ids: int32 [H]: the first id of each. RELOAD: y is the row's logits.
 
-    Few of a group are kept, mostly one: they are taken one after the other, in all groups at once.
+    Few of a half are kept, mostly one: they are taken one after the other, in all halves at once.
     """
-    column = tl.arange(0, GROUP)[None, :]
-    of_group = tl.sum(kept.to(tl.int32), 1)
-    position = count + tl.cumsum(of_group, 0) - of_group
-    left = tl.where(kept, column, 64)
-    for _hit in range(tl.max(of_group)):
-        next_ = tl.min(left, 1)
-        ids = group_ids + next_
-        store = (next_ < 64) & (position < LISTED)
+    column = tl.arange(0, 32)[None, :]
+    left = tl.sum(tl.where(kept, 1 << column, 0), 1)
+    number = _bit_count(left)
+    up_to = count + tl.cumsum(number, 0)
+    position = up_to - number
+    for _hit in range(tl.max(number)):
+        bit = _lowest_bit(left)
+        ids = first_ids + bit
+        store = (left != 0) & (position < LISTED)
         if RELOAD:
             value = tl.load(logits + ids, mask=store, other=0.0).to(tl.float32) + 0.0
         else:
-            value = tl.max(tl.where(column == next_[:, None], y, NEG_INF), 1)
+            value = tl.max(tl.where(column == bit[:, None], y, NEG_INF), 1)
         _store_f32(list_y + position, value, mask=store)
         tl.store(list_ids + position, ids, mask=store)
-        left = tl.where(column == next_[:, None], 64, left)
+        left = left & (left - 1)
         position += 1
-    return count + tl.sum(of_group)
+    return tl.max(up_to)
 
 
 @triton.jit
 def _list_candidates(
     row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans,
-    PLAIN: tl.constexpr, BATCH: tl.constexpr,
+    PLAIN: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """List the tokens of listed groups with y >= bound; how many there are, more than LISTED if
     they do not fit. PLAIN: y is x."""
     count = 0
     first = 0
     while (first < listed) & (count <= LISTED):
-        group_ids, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
+        first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, NUMBER)
         if PLAIN:
             # NaN is above no bound.
             y = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
         else:
             y = _sanitised(row[0], ids, inside)
-            y = _processed(y, ids, inside, row, num_bias, num_bans, group_ids)
-        count = _append(list_y, list_ids, count, y, group_ids, y >= bound, row[0], PLAIN)
-        first += BATCH
+            y = _processed(y, ids, inside, row, num_bias, num_bans, first_ids)
+        count = _append(list_y, list_ids, count, y, first_ids, y >= bound, row[0], PLAIN)
+        first += NUMBER
     tl.debug_barrier()
     return count
 
 
 @triton.jit(noinline=True)
 def _list_checked_candidates(
-    row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans,
-    BATCH: tl.constexpr,
-):  # fmt: skip
+    row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans
+):
     return _list_candidates(
-        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans, False, BATCH
+        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans, False, FEW
     )
+
+
+@triton.jit
+def _sorted_cut(order, largest, scale, top_k, top_p, from_stats, stats_total):
+    """The last that top_k and top_p keep of int64 `order`, and whether it holds the whole nucleus.
+
+    See `_filter_list`. Entries that count are above NOTHING.
+    """
+    order = tl.sort(order, descending=True)
+    i = tl.arange(0, order.shape[0])
+    kept = order > NOTHING
+    if top_k > 0:
+        kept = kept & (i < top_k)
+    complete = 1
+    if top_p < 1:
+        y = _from_key((order >> 32).to(tl.int32))
+        z = tl.where(kept, (y.to(tl.float64) - largest.to(tl.float64)) * scale, 0.0)
+        q = tl.where(kept, _masses(_exp2(z)), 0)
+        up_to = tl.cumsum(q, 0)
+        inside = tl.max(up_to)
+        target = _target(top_p, tl.where(from_stats, stats_total, inside))
+        complete = (inside >= target).to(tl.int32)
+        kept = kept & (up_to - q < target)
+    return tl.min(tl.where(kept, order, -NOTHING)), complete
 
 
 @triton.jit
@@ -152,10 +178,10 @@ def _mean_z(z, q, total):
 
 @triton.jit
 def _filter_list(
-    list_y, list_ids, list_q, count, largest, scale, params, top_k, from_stats, stats_total,
-    stats_mean, z_bound, word, SIZE: tl.constexpr,
+    list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
+    stats_mean, z_bound, word, SIZE: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
-    """All filters on a list, and the draw.
+    """All filters on a list, and the draw. LATER: those after top_p too.
 
     from_stats: the list is the head of all tokens, which weigh stats_total and have the mean
     stats_mean; z_bound is where it ends. Otherwise it is the survivors of filters before.
@@ -171,35 +197,20 @@ def _filter_list(
     q = tl.where(kept, _masses(_exp2(z)), 0)
     keys = _key(y)
     top_p = _f32(params + P_TOP_P)
-    typical = _f32(params + P_TYPICAL)
     complete = 1
-    ones = tl.full([SIZE], 1, tl.int64)
 
     if (top_k > 0) | (top_p < 1):
-        if SIZE == SHORT:
-            # Every candidate against every other: how many come before it, and what they weigh.
-            _store_i64(list_q + 2 * i, q, mask=kept)
-            tl.debug_barrier()
-            # Read back, so that the loop finds it in the nearest cache.
-            q = tl.where(kept, _i64(list_q + 2 * i), 0)
-            number_before = tl.zeros([SIZE], tl.int32)
-            mass_before = tl.zeros([SIZE], tl.int64)
-            for first in range(0, count, 4):
-                for step in tl.static_range(4):
-                    j = first + step
-                    other = tl.where(j < count, _f32(list_y + j), NEG_INF)
-                    before = (other > y) | ((other == y) & (j < i))
-                    number_before += before.to(tl.int32)
-                    mass_before += tl.where(before, _i64(list_q + 2 * j), 0)
-            if top_k > 0:
-                kept = kept & (number_before < top_k)
-            if top_p < 1:
-                inside = tl.sum(tl.where(kept, q, 0))
-                target = _target(top_p, tl.where(from_stats, stats_total, inside))
-                complete = (inside >= target).to(tl.int32)
-                kept = kept & (mass_before < target)
+        if SIZE <= LONGER:
+            # y descending, then ids ascending.
+            order = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - i)
+            order = tl.where(kept, order, NOTHING)
+            cut, complete = _sorted_cut(
+                order, largest, scale, top_k, top_p, from_stats, stats_total
+            )
+            kept = kept & (order >= cut)
         else:
             if (top_k > 0) & (top_k < count):
+                ones = tl.full([SIZE], 1, tl.int64)
                 kept = _within_cut(keys, ones, kept, tl.cast(top_k, tl.int64))
             if top_p < 1:
                 inside = tl.sum(tl.where(kept, q, 0))
@@ -207,44 +218,47 @@ def _filter_list(
                 complete = (inside >= target).to(tl.int32)
                 if inside >= target:
                     kept = _within_cut(keys, q, kept, target)
-    from_stats = from_stats & (top_p >= 1)
+    if LATER:
+        typical = _f32(params + P_TYPICAL)
+        from_stats = from_stats & (top_p >= 1)
 
-    if typical < 1:
-        q = tl.where(kept, q, 0)
-        inside = tl.sum(q)
-        total = tl.where(from_stats, stats_total, inside)
-        mean = tl.where(from_stats, stats_mean, _mean_z(z, q, inside))
-        distance = tl.abs(mean - z)
-        target = _target(typical, total)
-        if inside >= target:
-            reach = _nearest(distance, q, kept, target)
-            kept = kept & (distance <= reach)
-            if from_stats:
-                complete = (mean - reach >= z_bound).to(tl.int32)
-        else:
-            complete = 0
-        from_stats = from_stats & (typical >= 1)
-
-    epsilon = _f32(params + P_EPSILON)
-    eta = _f32(params + P_ETA)
-    if (typical < 1) | (epsilon > 0) | (eta > 0):
-        # typical_p may drop the row's maximum: masses start again from the survivors' own.
-        z = z - tl.max(tl.where(kept, z, -1e300))
-        weights = _exp2(z)
-        if epsilon > 0:
-            inside = tl.sum(tl.where(kept, _masses(weights), 0))
-            total = tl.where(from_stats, stats_total, inside).to(tl.float64) / ONE
-            kept = kept & ((weights >= epsilon.to(tl.float64) * total) | (z == 0))
-            from_stats = from_stats & (epsilon <= 0)
-        if eta > 0:
-            q = tl.where(kept, _masses(weights), 0)
+        if typical < 1:
+            q = tl.where(kept, q, 0)
             inside = tl.sum(q)
-            total = tl.where(from_stats, stats_total, inside).to(tl.float64) / ONE
+            total = tl.where(from_stats, stats_total, inside)
             mean = tl.where(from_stats, stats_mean, _mean_z(z, q, inside))
-            wide = eta.to(tl.float64)
-            bound = tl.minimum(wide * total, tl.sqrt(wide) * _exp2(mean))
-            kept = kept & ((weights >= bound) | (z == 0))
-        q = _masses(weights)
+            distance = tl.abs(mean - z)
+            target = _target(typical, total)
+            if inside >= target:
+                reach = _nearest(distance, q, kept, target)
+                kept = kept & (distance <= reach)
+                if from_stats:
+                    complete = (mean - reach >= z_bound).to(tl.int32)
+            else:
+                complete = 0
+            from_stats = from_stats & (typical >= 1)
+
+        epsilon = _f32(params + P_EPSILON)
+        eta = _f32(params + P_ETA)
+        if (typical < 1) | (epsilon > 0) | (eta > 0):
+            # typical_p may drop the row's maximum: masses start again from the survivors' own.
+            z = z - tl.max(tl.where(kept, z, -1e300))
+            weights = _exp2(z)
+            if epsilon > 0:
+                inside = tl.sum(tl.where(kept, _masses(weights), 0))
+                total = tl.where(from_stats, stats_total, inside).to(tl.float64) / ONE
+                kept = kept & ((weights >= epsilon.to(tl.float64) * total) | (z == 0))
+                from_stats = from_stats & (epsilon <= 0)
+            if eta > 0:
+                q = tl.where(kept, _masses(weights), 0)
+                inside = tl.sum(q)
+                total = tl.where(from_stats, stats_total, inside).to(tl.float64) / ONE
+                mean = tl.where(from_stats, stats_mean, _mean_z(z, q, inside))
+                wide = eta.to(tl.float64)
+                bound = tl.minimum(wide * total, tl.sqrt(wide) * _exp2(mean))
+                kept = kept & ((weights >= bound) | (z == 0))
+            q = _masses(weights)
+
     q = tl.where(kept, q, 0)
     total = tl.sum(q)
     num_kept = tl.sum(kept.to(tl.int32))
@@ -262,10 +276,10 @@ def _filter_list(
 
 @triton.jit(noinline=True)
 def _filter_long_list(
-    list_y, list_ids, list_q, count, largest, scale, params, top_k, from_stats, stats_total,
+    list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
     stats_mean, z_bound, word, SIZE: tl.constexpr,
 ):  # fmt: skip
     return _filter_list(
-        list_y, list_ids, list_q, count, largest, scale, params, top_k, from_stats, stats_total,
-        stats_mean, z_bound, word, SIZE,
+        list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
+        stats_mean, z_bound, word, SIZE, True,
     )  # fmt: skip

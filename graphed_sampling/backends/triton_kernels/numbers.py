@@ -56,6 +56,22 @@ def _from_key(key):
 
 
 @triton.jit
+def _bit_count(bits):
+    """How many of int32 bits are set."""
+    pairs = bits - ((bits >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return ((((nibbles + (nibbles >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def _lowest_bit(bits):
+    """The index of the lowest bit of int32 bits that is set; of none, anything."""
+    # A power of two is its exponent as a float.
+    lowest = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)
+    return (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
 def _exp2(z):
     """2**z, float64; exponents below -1000 count as -1000. The bits of `exact_math.exp2`."""
     z = tl.maximum(z, -1000.0)

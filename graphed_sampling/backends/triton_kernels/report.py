@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
+    BATCH,
     EMPTY_ROW,
     F_FILTERED,
     F_GREEDY,
     F_LOGPROBS,
     F_PROCESSED,
     F_RANK,
+    FEW,
     FINISH_LENGTH,
     FINISH_STOP,
     FLT_MAX,
@@ -23,6 +25,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     MAX_LISTED_TOP_K,
     NEG_INF,
     NORMAL,
+    NOTHING,
     O_FINISH_REASON,
     O_FLAGS,
     O_GENERATION,
@@ -49,19 +52,18 @@ from graphed_sampling.backends.triton_kernels.constants import (
     S_RECENT,
     SHORT,
     SUMS,
-    SUPERS,
-    TILE,
+    SUPER_LIST,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
-    _group_tokens,
     _list_groups,
-    _maximum,
+    _listed_tokens,
+    _super_masses,
     _super_maxima,
     _top_bound,
-    _total,
 )
 from graphed_sampling.backends.triton_kernels.lists import (
     _append,
+    _list_candidates,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _f32,
@@ -152,7 +154,7 @@ def _store_top(out, max_logprobs, position, n, ids, logprobs, mask):
 
 @triton.jit(noinline=True)
 def _row_top(
-    out, max_logprobs, n, row, tiles, vocab, num_bias, num_bans, special, fallback, processed,
+    out, max_logprobs, n, row, vocab, num_bias, num_bans, special, fallback, processed,
     raw_largest, raw_log, highest, lowest, lowest_id, scale, log_total,
 ):  # fmt: skip
     """The n best one after the other, each found by going over the row."""
@@ -161,8 +163,8 @@ def _row_top(
     searching = n > 0
     while searching:
         best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
-        for tile in range(tiles):
-            ids = tile * TILE + tl.arange(0, TILE)
+        for first in range(0, vocab, 512):
+            ids = first + tl.arange(0, 512)
             inside = ids < vocab
             x = _sanitised(row[0], ids, inside)
             y = _special(
@@ -195,22 +197,36 @@ def _listed_top(
     out, max_logprobs, n, list_y, list_ids, count, processed, raw_largest, raw_log, highest,
     lowest, lowest_id, scale, log_total,
 ):  # fmt: skip
-    """The n best of a list, each at the position that the number of better ones gives it."""
-    for first in range(0, count, SHORT):
-        i = first + tl.arange(0, SHORT)
+    """The n best of a list."""
+    i = tl.arange(0, SHORT)
+    if count <= SHORT:
         value = tl.load(list_y + i, mask=i < count, other=0).to(tl.float32, bitcast=True)
-        ids = tl.load(list_ids + i, mask=i < count, other=0)
-        position = tl.zeros([SHORT], tl.int32)
-        for other in range(0, count, 4):
-            for step in tl.static_range(4):
-                j = other + step
-                against = tl.where(j < count, _f32(list_y + j), NEG_INF)
-                position += ((against > value) | ((against == value) & (j < i))).to(tl.int32)
+        order = (_key(value).to(tl.int64) << 32) | (0x7FFFFFFF - i)
+        order = tl.sort(tl.where(i < count, order, NOTHING), descending=True)
+        value = _from_key((order >> 32).to(tl.int32))
+        at = 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
+        ids = tl.load(list_ids + at, mask=order > NOTHING, other=0)
         logprob = _logprobs(
             value, value, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id,
             scale, log_total,
         )  # fmt: skip
-        _store_top(out, max_logprobs, position, n, ids, logprob, i < count)
+        _store_top(out, max_logprobs, i, n, ids, logprob, order > NOTHING)
+    else:
+        # Each at the position that the number of better ones gives it.
+        for first in range(0, count, SHORT):
+            value = tl.load(list_y + first + i, mask=first + i < count, other=0)
+            value = value.to(tl.float32, bitcast=True)
+            ids = tl.load(list_ids + first + i, mask=first + i < count, other=0)
+            position = tl.zeros([SHORT], tl.int32)
+            for j in range(count):
+                against = _f32(list_y + j)
+                better = (against > value) | ((against == value) & (j < first + i))
+                position += better.to(tl.int32)
+            logprob = _logprobs(
+                value, value, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id,
+                scale, log_total,
+            )  # fmt: skip
+            _store_top(out, max_logprobs, position, n, ids, logprob, first + i < count)
 
 
 @triton.jit(noinline=True)
@@ -237,7 +253,7 @@ def _given_logprobs(
 def _top(
     out, max_logprobs, n, row, maxima, scratch, list_y, list_ids, groups, tiles, vocab,
     num_bias, num_bans, special, fallback, processed, largest, raw_largest, raw_log,
-    highest, lowest, lowest_id, scale, log_total, BATCH: tl.constexpr, WIDE: tl.constexpr,
+    highest, lowest, lowest_id, scale, log_total, SUPER: tl.constexpr,
 ):  # fmt: skip
     """The n best tokens by (value descending, id ascending), with their logprobs."""
     value_largest = tl.where(processed, largest, raw_largest)
@@ -247,27 +263,26 @@ def _top(
     head = (processed == 0) | ((special == NORMAL) & (highest == largest))
     if finite & head & (n <= MAX_LISTED_TOP_K):
         group_list = scratch + groups * GROUP_LIST
-        supers = groups // 8
-        super_maxima = scratch + groups * SUPERS
-        super_list = super_maxima + 3 * supers
-        _super_maxima(maxima, super_maxima, supers, WIDE)
-        if n <= supers // 4:
-            bound = _top_bound(super_maxima, supers, value_largest, n)
-        else:
-            bound = _top_bound(maxima, groups, value_largest, n)
-        listed = _list_groups(maxima, super_maxima, super_list, group_list, supers, bound, False)
+        super_maxima = _super_maxima(maxima, groups, SUPER)
+        bound = _top_bound(super_maxima, maxima, groups, value_largest, n)
+        listed = _list_groups(
+            super_maxima, maxima, scratch + groups * SUPER_LIST, group_list, bound, SUPER, False
+        )
         count = 0
         first = 0
-        while (first < listed) & (count <= LISTED):
-            group_ids, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
-            value = _sanitised(row[0], ids, inside)
-            kept = (value >= bound) & inside
-            if processed:
-                value = _processed(value, ids, inside, row, num_bias, num_bans, group_ids)
+        if processed == 0:
+            count = _list_candidates(
+                row, group_list, listed, list_y, list_ids, bound, vocab, 0, 0, True, BATCH
+            )
+        else:
+            while (first < listed) & (count <= LISTED):
+                first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, FEW)
+                value = _sanitised(row[0], ids, inside)
+                value = _processed(value, ids, inside, row, num_bias, num_bans, first_ids)
                 kept = (value >= bound) & _survives(value, ids, highest, lowest, lowest_id)
-            count = _append(list_y, list_ids, count, value, group_ids, kept, row[0], False)
-            first += BATCH
-        tl.debug_barrier()
+                count = _append(list_y, list_ids, count, value, first_ids, kept, row[0], False)
+                first += FEW
+            tl.debug_barrier()
     if count <= LISTED:
         _listed_top(
             out, max_logprobs, n, list_y, list_ids, count, processed, raw_largest, raw_log,
@@ -275,7 +290,7 @@ def _top(
         )  # fmt: skip
     else:
         _row_top(
-            out, max_logprobs, n, row, tiles, vocab, num_bias, num_bans, special, fallback,
+            out, max_logprobs, n, row, vocab, num_bias, num_bans, special, fallback,
             processed, raw_largest, raw_log, highest, lowest, lowest_id, scale, log_total,
         )  # fmt: skip
 
@@ -283,21 +298,20 @@ def _top(
 @triton.jit(noinline=True)
 def _rank(
     value, row, maxima, scratch, groups, vocab, num_bias, num_bans, processed,
-    BATCH: tl.constexpr, WIDE: tl.constexpr,
+    SUPER: tl.constexpr,
 ):  # fmt: skip
     """1 + the number of tokens with a larger value."""
     rank = 1
     group_list = scratch + groups * GROUP_LIST
-    supers = groups // 8
-    super_maxima = scratch + groups * SUPERS
-    super_list = super_maxima + 3 * supers
-    _super_maxima(maxima, super_maxima, supers, WIDE)
-    listed = _list_groups(maxima, super_maxima, super_list, group_list, supers, value, True)
-    for first in range(0, listed, BATCH):
-        group_ids, ids, inside = _group_tokens(group_list, first, listed, vocab, BATCH)
+    super_maxima = _super_maxima(maxima, groups, SUPER)
+    listed = _list_groups(
+        super_maxima, maxima, scratch + groups * SUPER_LIST, group_list, value, SUPER, True
+    )
+    for first in range(0, listed, FEW):
+        first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, FEW)
         others = _sanitised(row[0], ids, inside)
         if processed:
-            others = _processed(others, ids, inside, row, num_bias, num_bans, group_ids)
+            others = _processed(others, ids, inside, row, num_bias, num_bans, first_ids)
         rank += tl.sum(((others > value) & inside).to(tl.int32))
     return rank
 
@@ -316,7 +330,7 @@ def _report(
     row, out, params, state, scratch, flags, row_flags, token, highest, lowest, lowest_id, total,
     num_kept, special, fallback, largest, groups, tiles, vocab, num_bias, num_bans, split, both,
     candidates_at, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens, penalties,
-    BATCH: tl.constexpr, WIDE: tl.constexpr,
+    SUPER: tl.constexpr,
 ):  # fmt: skip
     """Everything about a row whose token is drawn: logprobs, rank, finish, output and state."""
     processed = (flags & F_PROCESSED) != 0
@@ -339,9 +353,11 @@ def _report(
     if (wants_logprob | wants_rank | (n > 0) | (num_given > 0)) & (processed == 0):
         raw_largest = largest
         if split | (special != NORMAL):
-            raw_largest = _maximum(raw_maxima, groups, WIDE)
+            raw_largest = tl.max(_super_maxima(raw_maxima, groups, SUPER))
         raw_scale = tl.full((), LOG2_E, tl.float32)
-        raw_log = _log_total(_total(raw_maxima, raw_sums, groups, raw_largest, raw_scale, WIDE))
+        raw_log = _log_total(
+            tl.sum(_super_masses(raw_maxima, raw_sums, groups, raw_largest, raw_scale, SUPER))
+        )
 
     x = tl.load(row[0] + token).to(tl.float32)
     x = tl.where(x != x, NEG_INF, x) + 0.0
@@ -368,7 +384,7 @@ def _report(
         _top(
             out, max_logprobs, n, row, values, scratch, list_y, list_ids, groups, tiles, vocab,
             num_bias, num_bans, special, fallback, processed, largest, raw_largest, raw_log,
-            highest, lowest, lowest_id, scale, log_total, BATCH, WIDE,
+            highest, lowest, lowest_id, scale, log_total, SUPER,
         )  # fmt: skip
     rank = 0
     if wants_rank:
@@ -386,8 +402,7 @@ def _report(
                 num_bias,
                 num_bans,
                 processed,
-                BATCH,
-                WIDE,
+                SUPER,
             )
 
     generated = tl.load(state + S_NUM_GENERATED) + 1

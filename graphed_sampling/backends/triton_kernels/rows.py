@@ -16,7 +16,6 @@ from graphed_sampling.backends.triton_kernels.constants import (
     F_RAW,
     F_TOTAL,
     FLT_MAX,
-    GROUP,
     HAS_BITMASK,
     HAS_GIVEN,
     HAS_WORDS,
@@ -60,16 +59,17 @@ def _wishes(flags, params):
 
 
 @triton.jit
-def _bits(bitmap, ids, inside, group_ids, vocab):
-    """The ids' bits, 0 or 1. group_ids: the first ids [B] where ids are whole groups [B, 64], of
-    which each has two words of the bitmap; else None."""
-    if group_ids is None:
+def _bits(bitmap, ids, inside, first_ids, vocab):
+    """The ids' bits, 0 or 1. first_ids: where ids are rows [B, 32 or 64] of whole words of the
+    bitmap, the first ones [B]; else None."""
+    if first_ids is None:
         bits = tl.load(bitmap + (ids >> 5), mask=inside, other=0) >> (ids & 31)
     else:
-        groups: tl.constexpr = ids.shape[0]
-        at = (group_ids >> 5)[:, None] + tl.arange(0, 2)[None, :]
+        rows: tl.constexpr = ids.shape[0]
+        width: tl.constexpr = ids.shape[1]
+        at = (first_ids >> 5)[:, None] + tl.arange(0, width // 32)[None, :]
         words = tl.load(bitmap + at, mask=at < (vocab + 31) // 32, other=0)
-        bits = tl.reshape(words[:, :, None] >> tl.arange(0, 32)[None, None, :], [groups, GROUP])
+        bits = tl.reshape(words[:, :, None] >> tl.arange(0, 32)[None, None, :], [rows, width])
     return bits & 1
 
 
@@ -81,10 +81,10 @@ def _sanitised(logits, ids, inside):
 
 
 @triton.jit
-def _processed(x, ids, inside, row, num_bias, num_bans, group_ids=None):
+def _processed(x, ids, inside, row, num_bias, num_bans, first_ids=None):
     """y of sanitised x: +inf where an unbanned x is, -inf where banned.
 
-    row: see `_row`. The lists of bias and bans are applied up to the given lengths. group_ids: see
+    row: see `_row`. The lists of bias and bans are applied up to the given lengths. first_ids: see
     `_bits`.
     """
     _, params, grammar, allowed, prompt, output, counts = row[:7]
@@ -99,12 +99,12 @@ def _processed(x, ids, inside, row, num_bias, num_bans, group_ids=None):
     for i in range(num_bans):
         banned |= ids == tl.load(bans + i)
     if (checks & CHECK_GRAMMAR) != 0:
-        banned |= _bits(grammar, ids, inside, group_ids, vocab) == 0
+        banned |= _bits(grammar, ids, inside, first_ids, vocab) == 0
     if (checks & CHECK_ALLOWED) != 0:
-        banned |= _bits(allowed, ids, inside, group_ids, vocab) == 0
+        banned |= _bits(allowed, ids, inside, first_ids, vocab) == 0
     if (checks & CHECK_PENALTIES) != 0:
-        in_output = _bits(output, ids, inside, group_ids, vocab) != 0
-        seen = in_output | (_bits(prompt, ids, inside, group_ids, vocab) != 0)
+        in_output = _bits(output, ids, inside, first_ids, vocab) != 0
+        seen = in_output | (_bits(prompt, ids, inside, first_ids, vocab) != 0)
         repetition = _f32(params + P_REPETITION)
         scaled = tl.where(y > 0, tl.div_rn(y, repetition + tl.zeros_like(y)), y * repetition)
         y = tl.where(seen, scaled, y)
