@@ -188,6 +188,7 @@ def routes(checked: CheckedTable, rows: int) -> list[str]:
     names = {
         int(getattr(kind, "value", kind)): name
         for kind, name in (
+            (kinds.DONE, "finish"),
             (kinds.BY_ROW, "row"),
             (kinds.BY_LIST, "list"),
             (kinds.BY_BRACKET, "bracket"),
@@ -196,11 +197,7 @@ def routes(checked: CheckedTable, rows: int) -> list[str]:
     }
     at = triton._scratch(checked.table.layout)
     scratch: torch.Tensor = checked.sampler._step._scratch.cpu()
-    number, *left = scratch[rows * at.words :][: rows + 1].tolist()
-    found = ["finish"] * rows
-    for row in left[:number]:
-        found[row] = names[int(scratch[row * at.words + at.plan])]
-    return found
+    return [names[kind] for kind in scratch[rows * at.words :][:rows].tolist()]
 
 
 def run_alone(
@@ -269,9 +266,9 @@ def route_cases(vocab: int = 3000) -> dict[str, tuple[np.ndarray, dict[str, Any]
         "short list of top_k": (wide, {"top_k": 20, "top_p": 0.9}, "finish"),
         "short list, touched": (wide, {"top_k": 20, "top_p": 0.9, **touched}, "finish"),
         "short list of min_p": (plain, {"min_p": 0.3, "typical_p": 0.8}, "finish"),
-        "short list of a sigma": (plain, {"top_n_sigma": 1.0, "eta_cutoff": 0.02}, "finish"),
-        "middle list of min_p": (plain, {"min_p": 0.15, "top_p": 0.9}, "finish"),
-        "middle list, touched": (plain, {"min_p": 0.15, "top_k": 99, **touched}, "finish"),
+        "short list of a sigma": (plain, {"top_n_sigma": 1.0, "eta_cutoff": 0.02}, "sigma"),
+        "middle list of min_p": (plain, {"min_p": 0.2, "top_p": 0.9}, "finish"),
+        "middle list, touched": (plain, {"min_p": 0.2, "top_k": 99, **touched}, "finish"),
         "long list of top_p": (wide, {"top_p": 0.5}, "list"),
         "long list, touched": (wide, {"top_p": 0.5, **touched}, "list"),
         "long list of min_p": (plain, {"min_p": 0.05, "top_k": 500}, "list"),

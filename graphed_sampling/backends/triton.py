@@ -28,9 +28,11 @@ CHOSEN_FOR: Final = "tables on a GPU, where Triton is installed"
 REFUSES: Final[frozenset[str]] = frozenset()
 
 GROUP: Final = 64
-"""Tokens of which `stream` keeps a maximum and a sum: a cache line of bf16."""
+"""Tokens of which a maximum and a sum are kept: a cache line of bf16."""
 TILE: Final = 2048
-"""Tokens that a program reads at a time."""
+"""Tokens of which a program of `stream` keeps the statistics."""
+ROW_TILE: Final = 2048
+"""Tokens that `dense` reads at a time."""
 LISTED: Final = 2048
 """Candidates that a row's list holds."""
 SUPERS: Final = 512
@@ -47,12 +49,9 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 # groups are integers, and those inside a group are a fixed tree.
 _STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 48}
 _STREAM_32_BITS: Final = {"num_warps": 2, "maxnreg": 96}
-_FINISH: Final = {"num_warps": 1, "maxnreg": 255}
-_COLLECT: Final = {"num_warps": 4, "maxnreg": 64}
+_FINISH: Final = {"num_warps": 4, "maxnreg": 128}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
-# Programs that share the rows, and their tiles, which `finish` leaves: mostly none.
-_COLLECT_PROGRAMS: Final = 1056
-_DENSE_PROGRAMS: Final = 264
+_DENSE_PROGRAMS: Final = 264  # that share what `finish` leaves: mostly nothing
 _INTERPRETER_LOCK: Final = threading.Lock()
 
 
@@ -129,22 +128,22 @@ class _Scratch:
 def _scratch(layout: TableLayout) -> _Scratch:
     # Whole tiles, whose programs write the statistics of all their groups.
     groups = -(-layout.vocab_size // (2 * TILE)) * (2 * TILE // GROUP)
+    super_groups = 1 << (-(-groups // SUPERS) - 1).bit_length()
     masses = 6 * groups + SUPERS
     plan = masses + 2 * groups
-    candidates = plan + 8
+    candidates = plan + 16
     bracket = candidates + 2 * LISTED
     # Rows of smaller vocabularies never need a bracket.
     bans = bracket + (2 * BRACKETED if layout.vocab_size >= BRACKETED else 0)
     words = bans + layout.max_stop_ids + layout.max_bad_words
-    super_groups = 1 << (-(-groups // SUPERS) - 1).bit_length()
     words += -words % 32
     return _Scratch(groups, super_groups, masses, plan, candidates, bracket, bans, words)
 
 
 def scratch_words(layout: TableLayout, rows: int) -> int:
     """int32 words of scratch that a step of `rows` rows needs."""
-    # Behind the rows: how many of them are left to `dense`, and which.
-    return rows * _scratch(layout).words + 1 + rows
+    # Behind the rows: what is left of each to `dense`, and the lists of those.
+    return rows * _scratch(layout).words + 3 * rows
 
 
 @dataclass(frozen=True)
@@ -187,8 +186,6 @@ def _launches(
 ) -> Iterator[_Launch]:
     """The launches of one step, in order."""
     kernels, at = _kernels(), _scratch(layout)
-    vocab = layout.vocab_size
-    tiles = -(-vocab // TILE)
     penalties = (0, 0, 0)
     if layout.penalties:
         penalties = (layout.prompt_bits, layout.output_bits, layout.counts)
@@ -200,9 +197,8 @@ def _launches(
         grid: tuple[int, ...],
         arguments: Sequence[Any],
         options: dict[str, int],
-        **constants: int,
     ) -> _Launch:
-        keywords: dict[str, Any] = {**constants, "UNIT": a.unit, "PDL": pdl}
+        keywords: dict[str, Any] = {"SUPER": at.super_groups, "UNIT": a.unit, "PDL": pdl}
         if on_gpu:
             # No contraction: every operation of y rounds once.
             keywords |= {"num_warps": options["num_warps"], "enable_fp_fusion": False}
@@ -210,58 +206,32 @@ def _launches(
                 keywords |= {"maxnreg": options["maxnreg"], "launch_pdl": pdl}
         return _Launch(kernel, grid, arguments, keywords)
 
-    inputs = (a.logits, a.stride // a.unit, a.slots, a.params)
-    masks = (a.tables, a.bitmask, a.bitmask_stride)
-    vocab_units, groups_64, scratch_32 = vocab // a.unit, at.groups // 64, at.words // 32
+    arguments = (
+        a.logits, a.stride // a.unit, a.slots, a.params, a.state, a.tables, a.bitmask,
+        a.bitmask_stride, a.words, a.given, a.output, a.scratch, at.words // 32, a.mode,
+        layout.vocab_size // a.unit, at.groups // 64, layout.params_words, layout.state_words,
+        layout.output_words, layout.bias_ids, layout.bias_values, layout.stop_ids,
+        layout.given_ids, layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens,
+        at.bans, at.plan, at.candidates, *penalties, layout.penalties,
+    )  # fmt: skip
     yield launch(
         kernels.stream,
         (rows, at.groups * GROUP // TILE),
-        (
-            *inputs, a.state, *masks, a.given, a.scratch, scratch_32, a.mode, vocab_units,
-            groups_64, layout.max_requests, layout.params_words, layout.state_words,
-            layout.bias_ids, layout.bias_values, at.bans, *penalties,
-        ),
+        (*arguments, layout.max_requests),
         _STREAM_32_BITS if a.logits_bytes == 4 else _STREAM_16_BITS,
-    )  # fmt: skip
+    )
     yield launch(
         kernels.finish,
         (rows,),
-        (
-            *inputs, a.state, *masks, a.words, a.given, a.output, a.scratch, scratch_32, a.mode,
-            vocab_units, tiles, groups_64, layout.max_requests, layout.params_words,
-            layout.state_words, layout.output_words, layout.bias_ids, layout.bias_values,
-            layout.stop_ids, layout.bad_words, layout.max_bad_word_length, layout.given_ids,
-            layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens, at.bans, at.plan,
-            at.candidates, *penalties, layout.penalties,
-        ),
+        (*arguments, layout.max_requests, layout.bad_words, layout.max_bad_word_length),
         _FINISH,
-        SUPER=at.super_groups,
-    )  # fmt: skip
-    if vocab >= BRACKETED:
-        yield launch(
-            kernels.collect,
-            (min(rows * tiles, _COLLECT_PROGRAMS),),
-            (
-                *inputs, *masks, a.given, a.scratch, scratch_32, a.mode, vocab_units, tiles,
-                groups_64, layout.params_words, layout.bias_ids, layout.bias_values, at.bans,
-                at.plan, at.bracket, *penalties, rows,
-            ),
-            _COLLECT,
-        )  # fmt: skip
+    )
     yield launch(
         kernels.dense,
-        (min(rows, _DENSE_PROGRAMS),),
-        (
-            *inputs, a.state, *masks, a.words, a.given, a.output, a.scratch, scratch_32, a.mode,
-            vocab_units, tiles, groups_64, layout.params_words, layout.state_words,
-            layout.output_words, layout.bias_ids, layout.bias_values, layout.stop_ids,
-            layout.given_ids, layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens,
-            at.bans, at.plan, at.candidates, at.bracket, at.masses, *penalties, layout.penalties,
-            rows,
-        ),
+        (_DENSE_PROGRAMS if on_gpu else 1,),
+        (*arguments, at.bracket, at.masses, rows),
         _DENSE,
-        SUPER=at.super_groups,
-    )  # fmt: skip
+    )
 
 
 def _unit(logits: Tensor, stride: int, vocab_size: int) -> int:

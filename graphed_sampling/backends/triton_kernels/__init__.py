@@ -1,4 +1,4 @@
-"""The Triton kernels of the `triton` backend: stream, finish, collect, dense.
+"""The Triton kernels of the `triton` backend: stream, finish, dense.
 
 Logits are cut into groups of 64 consecutive tokens. `stream` reads a row once and keeps, for each
 group, its maximum and its sum of exponentials. `finish`, one program a row, bounds from these what
@@ -8,19 +8,18 @@ list of them. Rows whose list would be too long (flat distributions, enormous to
 
 Nothing here depends on the batch: groups, lists and the order of every floating-point sum are
 functions of the row. Sums over groups are integers, whose order does not matter; sums inside a
-group are a fixed binary tree, whatever layout the compiler chooses.
+group, and of a few groups, are a fixed binary tree, whatever layout the compiler chooses.
 
-    stream      the first pass
-    finish      one program a row, the rest of most rows
-    collect     a second pass over flat rows
-    dense       the rows that are left
+    streaming    the kernel `stream`: the first pass
+    finishing    the kernel `finish`: the rest of most rows
+    dense_rows   the kernel `dense`: the rows that are left
 
 Names: x are the model's logits, y the processed ones, z = log2 of a weight relative to the
 largest, q the integer mass rint(2**z * 2**40).
 """
 
-from graphed_sampling.backends.triton_kernels.dense_rows import collect, dense
+from graphed_sampling.backends.triton_kernels.dense_rows import dense
 from graphed_sampling.backends.triton_kernels.finishing import finish
 from graphed_sampling.backends.triton_kernels.streaming import stream
 
-__all__ = ["collect", "dense", "finish", "stream"]
+__all__ = ["dense", "finish", "stream"]

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends import triton as host
-from graphed_sampling.backends.exact_math import EXP2_COEFFICIENTS, MASS_BITS
+from graphed_sampling.backends.exact_math import EXP2_COEFFICIENTS
 from graphed_sampling.backends.exact_math import LN_2 as _LN_2
+from graphed_sampling.backends.exact_math import MASS_BITS as _MASS_BITS
 from graphed_sampling.layout import FinishReason, Output, Param, ParamFlags, RowFlags, State
 from graphed_sampling.params import LOG2_E as _LOG2_E
 
@@ -21,6 +22,7 @@ def _constant(value: Any) -> Any:
 
 GROUP = _constant(host.GROUP)
 TILE = _constant(host.TILE)
+ROW_TILE = _constant(host.ROW_TILE)
 GROUPS_OF_TILE = _constant(host.TILE // host.GROUP)
 LISTED = _constant(host.LISTED)
 BRACKETED = _constant(host.BRACKETED)
@@ -39,7 +41,8 @@ NOTHING = _constant(-0x7FFFFFFFFFFFFFFF)  # below every order of a token
 FLT_MAX = _constant(3.4028234663852886e38)
 LOG2_E = _constant(_LOG2_E)
 LN_2 = _constant(_LN_2)
-ONE = _constant(2.0**MASS_BITS)  # the mass of a row's largest probability
+MASS_BITS = _constant(_MASS_BITS)
+ONE = _constant(2.0**_MASS_BITS)  # the mass of a row's largest probability
 ROUND = _constant(1.5 * 2.0**52)  # x + ROUND - ROUND is rint(x) for |x| < 2**51
 
 # Scratch of a row, in words: arrays of one word a group, then lists. See `scratch_words`.
@@ -56,11 +59,15 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = (
 # What a row's plan says is left of it for `dense`.
 DONE, BY_ROW, BY_LIST, BY_BRACKET, BY_SIGMA = (_constant(i) for i in range(5))
 
-# Words of a plan: its kind, what `finish` found out, the bracket of a flat row's cut, and what
-# `collect` counts there.
+# Words of a plan: what `finish` found out, the bracket of a flat row's cut, and what
+# `dense` counts there.
 PLAN_BANS, PLAN_NAN, PLAN_COUNT, PLAN_LOW, PLAN_HIGH, PLAN_LISTED, PLAN_ABOVE = (
-    _constant(i) for i in range(1, 8)
+    _constant(i) for i in range(7)
 )
+
+# How many tiles of a flat row `dense` is through with; and, in the first row's plan, how many tiles
+# and rows its programs have taken.
+PLAN_COLLECTED, PLAN_TILES_TAKEN, PLAN_ROWS_TAKEN = (_constant(i) for i in range(7, 10))
 
 # What a row's processing has to look at.
 CHECK_GRAMMAR, CHECK_ALLOWED, CHECK_PENALTIES = _constant(1), _constant(2), _constant(4)

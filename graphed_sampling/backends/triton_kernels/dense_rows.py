@@ -10,12 +10,12 @@ from graphed_sampling.backends.triton_kernels.constants import (
     BY_BRACKET,
     BY_LIST,
     BY_SIGMA,
+    DONE,
     EMPTY_ROW,
     F_MEAN,
     F_TOTAL,
     GROUP,
     GROUP_LIST,
-    GROUPS_OF_TILE,
     INF,
     LISTED,
     MOMENTS,
@@ -33,19 +33,22 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_WIDE_SCALE,
     PLAN_ABOVE,
     PLAN_BANS,
+    PLAN_COLLECTED,
     PLAN_COUNT,
     PLAN_HIGH,
     PLAN_LISTED,
     PLAN_LOW,
     PLAN_NAN,
+    PLAN_ROWS_TAKEN,
+    PLAN_TILES_TAKEN,
     POSITIVE_INFINITY,
     R_EMPTY,
     R_NAN,
     R_POS_INF,
+    ROW_TILE,
     SUMS,
     SUPER_LIST,
     SUPERS,
-    TILE,
 )
 from graphed_sampling.backends.triton_kernels.finishing import (
     _first_bound,
@@ -55,6 +58,7 @@ from graphed_sampling.backends.triton_kernels.groups import (
     _group_masses,
     _list_groups,
     _mean,
+    _statistics,
     _super_masses,
     _super_maxima,
 )
@@ -86,8 +90,8 @@ from graphed_sampling.backends.triton_kernels.rows import (
     _survives,
 )
 from graphed_sampling.backends.triton_kernels.streaming import (
-    _INTEGERS,
-    _POINTERS,
+    INTEGERS,
+    POINTERS,
     _sums,
 )
 from graphed_sampling.backends.triton_kernels.whole_row import (
@@ -96,138 +100,149 @@ from graphed_sampling.backends.triton_kernels.whole_row import (
 )
 
 
-@triton.jit(
-    do_not_specialize=(*_INTEGERS, "plan_at", "bracket_at", "rows"),
-    do_not_specialize_on_alignment=_POINTERS,
-)
-def collect(
-    logits, stride, slots, all_params, tables, bitmask, bitmask_stride, given, scratch, scratch_32,
-    mode, vocab_units, tiles, groups_64, params_words, bias_ids, bias_values, bans_at, plan_at,
-    bracket_at, prompt_bits, output_bits, counts_at, rows, UNIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A second pass over the flat rows: of each group, the sum of what is above the bracket; and
-    the tokens inside the bracket. Grid: any, the programs share the tiles of the listed rows."""
-    # Passed in parts, so that the compiler knows what divides them.
-    groups = groups_64 * 64
-    scratch_words = scratch_32 * 32
-    vocab = vocab_units * UNIT
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    dense_list = scratch + (tl.full((), 0, tl.int64) + rows) * scratch_words
-    items = tl.load(dense_list) * tiles
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        index = tl.load(dense_list + 1 + item // tiles).to(tl.int64)
-        row_scratch = scratch + index * scratch_words
-        plan = row_scratch + plan_at
-        if tl.load(plan) == BY_BRACKET:
-            tile = item % tiles
-            slot = tl.load(slots + index).to(tl.int64)
-            params = all_params + slot * params_words
-            flags = tl.load(params + P_FLAGS)
-            logits_row = logits + index * stride * UNIT
-            if UNIT > 1:
-                logits_row = tl.multiple_of(logits_row, 16)
-            row = _row(
-                logits_row, params, slot, index, tables, bitmask, bitmask_stride,
-                given, row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at,
-                prompt_bits, output_bits, counts_at,
-            )  # fmt: skip
-            ids = tile * TILE + tl.arange(0, TILE)
-            inside = ids < vocab
-            y = _sanitised(row[0], ids, inside)
-            num_bias = tl.load(params + P_NUM_BIAS)
-            num_bans = tl.load(plan + PLAN_BANS)
-            if (row[7] != 0) | (num_bias + num_bans > 0):
-                y = _processed(y, ids, inside, row, num_bias, num_bans)
-            low = _f32(plan + PLAN_LOW)
-            high = _f32(plan + PLAN_HIGH)
-            at = row_scratch + tile * GROUPS_OF_TILE + tl.arange(0, GROUPS_OF_TILE)
-            maximum = tl.load(at).to(tl.float32, bitcast=True)
-            above = tl.where(y >= high, y, NEG_INF)
-            sums = _sums(
-                tl.reshape(above, [GROUPS_OF_TILE, GROUP]), maximum, _f32(params + P_SCALE)
-            )
-            _store_f32(at + groups * MOMENTS, tl.where(maximum > NEG_INF, sums, 0.0))
-            tl.atomic_add(plan + PLAN_ABOVE, tl.sum((y >= high).to(tl.int32)))
-            listed = ((y >= low) & (y < high)).to(tl.int32)
-            number = tl.sum(listed)
-            if number > 0:
-                # The order of the list decides nothing: every use of it sums or compares.
-                place = tl.atomic_add(plan + PLAN_LISTED, number)
-                position = place + tl.cumsum(listed, 0) - 1
-                store = (listed != 0) & (position < BRACKETED)
-                list_y = row_scratch + bracket_at
-                _store_f32(list_y + position, y, mask=store)
-                tl.store(list_y + BRACKETED + position, ids, mask=store)
+@triton.jit(noinline=True)
+def _collect(row, plan, scratch, first, bracket_at, groups):
+    """A second pass over a tile of a flat row: of each group, the sum of what is above the
+    bracket; and the tokens inside the bracket."""
+    params, vocab = row[1], row[11]
+    num_bias = tl.load(params + P_NUM_BIAS)
+    num_bans = tl.load(plan + PLAN_BANS)
+    ids = first + tl.arange(0, ROW_TILE)
+    inside = ids < vocab
+    y = _sanitised(row[0], ids, inside)
+    if (row[7] != 0) | (num_bias + num_bans > 0):
+        y = _processed(y, ids, inside, row, num_bias, num_bans)
+    low = _f32(plan + PLAN_LOW)
+    high = _f32(plan + PLAN_HIGH)
+    tile_groups: tl.constexpr = ROW_TILE // GROUP
+    at = scratch + first // GROUP + tl.arange(0, tile_groups)
+    maximum = tl.load(at).to(tl.float32, bitcast=True)
+    above = tl.where(y >= high, y, NEG_INF)
+    sums = _sums(tl.reshape(above, [tile_groups, GROUP]), maximum, _f32(params + P_SCALE))
+    _store_f32(at + groups * MOMENTS, tl.where(maximum > NEG_INF, sums, 0.0))
+    tl.atomic_add(plan + PLAN_ABOVE, tl.sum((y >= high).to(tl.int32)), sem="relaxed")
+    listed = ((y >= low) & (y < high)).to(tl.int32)
+    number = tl.sum(listed)
+    if number > 0:
+        # The order of the list decides nothing: every use of it sums or compares.
+        place = tl.atomic_add(plan + PLAN_LISTED, number, sem="relaxed")
+        position = place + tl.cumsum(listed, 0) - 1
+        store = (listed != 0) & (position < BRACKETED)
+        list_y = scratch + bracket_at
+        _store_f32(list_y + position, y, mask=store)
+        tl.store(list_y + BRACKETED + position, ids, mask=store)
 
 
 @triton.jit
-def _bracket_sums(list_y, count, largest, scale, key):
-    """Of the bracket's tokens with a key >= key: number and mass."""
-    number = tl.zeros([4096], tl.int32)
-    mass = tl.zeros([4096], tl.int64)
-    for first in range(0, count, 4096):
-        i = first + tl.arange(0, 4096)
+def _bracket_masses(y, largest, scale):
+    return (tl.exp2(_z(y, largest, scale)) * ONE).to(tl.int64)
+
+
+@triton.jit
+def _bracket_sums(list_y, count, largest, scale, key0, key1, key2):
+    """Of the bracket's tokens that reach each of three keys: numbers, 20 bits each, and masses."""
+    number = tl.zeros([ROW_TILE], tl.int64)
+    mass0 = tl.zeros([ROW_TILE], tl.int64)
+    mass1 = tl.zeros([ROW_TILE], tl.int64)
+    mass2 = tl.zeros([ROW_TILE], tl.int64)
+    for first in range(0, count, ROW_TILE):
+        i = first + tl.arange(0, ROW_TILE)
         y = _floats(list_y, i, i < count)
-        kept = (i < count) & (_key(y).to(tl.int64) >= key)
-        number += kept.to(tl.int32)
-        mass += tl.where(kept, tl.exp2(_z(y, largest, scale)) * ONE, 0.0).to(tl.int64)
-    return tl.sum(number), tl.sum(mass)
+        q = _bracket_masses(y, largest, scale)
+        wide = _key(y).to(tl.int64)
+        in0 = (i < count) & (wide >= key0)
+        in1 = (i < count) & (wide >= key1)
+        in2 = (i < count) & (wide >= key2)
+        number += in0.to(tl.int64) + (in1.to(tl.int64) << 20) + (in2.to(tl.int64) << 40)
+        mass0 += tl.where(in0, q, 0)
+        mass1 += tl.where(in1, q, 0)
+        mass2 += tl.where(in2, q, 0)
+    return tl.sum(number), tl.sum(mass0), tl.sum(mass1), tl.sum(mass2)
 
 
 @triton.jit(noinline=True)
 def _bracket_cut(list_y, list_ids, count, low, high, largest, scale, target, vocab):
-    """Where the bracket's tokens first weigh `target`: (lowest, lowest_id, how many are kept)."""
+    """Where the bracket's tokens first weigh `target`: (lowest, lowest_id, how many are kept).
+    None are kept where all of them together weigh less."""
     low_key = _key(low).to(tl.int64)
     high_key = _key(high).to(tl.int64)
-    at_low, mass_low = _bracket_sums(list_y, count, largest, scale, low_key)
+    at_low = count
     at_high = 0
     mass_high = tl.full((), 0, tl.int64)
+    numbers, mass_low, mass1, mass2 = _bracket_sums(
+        list_y, count, largest, scale, low_key, high_key, high_key
+    )
+    possible = mass_low >= target
     step = 0
-    while (high_key - low_key > 1) & (at_low - at_high > 1):
+    while possible & (high_key - low_key > 1) & (at_low - at_high > 1):
+        # Three keys around where the mass would be if it lay evenly; later, that halve the rest.
         part = (target - mass_high).to(tl.float32) / (mass_low - mass_high).to(tl.float32)
-        part = tl.where(step < 12, tl.minimum(tl.maximum(part, 0.02), 0.98), 0.5)
-        reach = ((high_key - low_key).to(tl.float32) * part).to(tl.int64)
-        middle = high_key - tl.minimum(tl.maximum(reach, 1), high_key - low_key - 1)
-        number, mass = _bracket_sums(list_y, count, largest, scale, middle)
-        reached = mass >= target
-        low_key = tl.where(reached, middle, low_key)
-        at_low = tl.where(reached, number, at_low)
-        mass_low = tl.where(reached, mass, mass_low)
-        high_key = tl.where(reached, high_key, middle)
-        at_high = tl.where(reached, at_high, number)
-        mass_high = tl.where(reached, mass_high, mass)
+        spread = tl.where(step < 1, 0.05, 0.1)
+        width = (high_key - low_key).to(tl.float32)
+        evenly = step >= 6
+        part0 = tl.where(evenly, 0.75, tl.minimum(part + spread, 0.99))
+        part1 = tl.where(evenly, 0.5, tl.minimum(tl.maximum(part, 0.01), 0.98))
+        part2 = tl.where(evenly, 0.25, tl.maximum(part - spread, 0.005))
+        most = high_key - low_key - 1
+        key0 = high_key - tl.minimum(tl.maximum((width * part0).to(tl.int64), 1), most)
+        key1 = high_key - tl.minimum(tl.maximum((width * part1).to(tl.int64), 1), most)
+        key2 = high_key - tl.minimum(tl.maximum((width * part2).to(tl.int64), 1), most)
+        numbers, mass0, mass1, mass2 = _bracket_sums(
+            list_y, count, largest, scale, key0, key1, key2
+        )
+        number0 = (numbers & 0xFFFFF).to(tl.int32)
+        number1 = ((numbers >> 20) & 0xFFFFF).to(tl.int32)
+        number2 = (numbers >> 40).to(tl.int32)
+        if mass2 >= target:
+            low_key, at_low, mass_low = key2, number2, mass2
+        elif mass1 >= target:
+            low_key, at_low, mass_low = key1, number1, mass1
+            high_key, at_high, mass_high = key2, number2, mass2
+        elif mass0 >= target:
+            low_key, at_low, mass_low = key0, number0, mass0
+            high_key, at_high, mass_high = key1, number1, mass1
+        else:
+            high_key, at_high, mass_high = key0, number0, mass0
         step += 1
-    lowest = tl.full([4096], NEG_INF, tl.float32)
-    for first in range(0, count, 4096):
-        i = first + tl.arange(0, 4096)
+    lowest = tl.full([ROW_TILE], NEG_INF, tl.float32)
+    for first in range(0, count, ROW_TILE):
+        i = first + tl.arange(0, ROW_TILE)
         y = _floats(list_y, i, i < count)
         wide = _key(y).to(tl.int64)
         lowest = tl.maximum(
             lowest, tl.where((i < count) & (wide >= low_key) & (wide < high_key), y, NEG_INF)
         )
     lowest = tl.max(lowest)
-    each = tl.maximum((tl.exp2(_z(lowest, largest, scale)) * ONE).to(tl.int64), 1)
+    each = tl.maximum(_bracket_masses(lowest, largest, scale), 1)
     ties = ((target - mass_high + each - 1) // each).to(tl.int32)
     lowest_id = vocab
     kept = at_low
     if ties < at_low - at_high:
-        # Of the equals at the cut, the lowest ids.
+        # Of the equals at the cut, the lowest ids: seven parts at a time.
         kept = at_high + ties
         below = -1
         while lowest_id - below > 1:
-            middle = below + ((lowest_id - below) >> 1)
-            number = tl.zeros([4096], tl.int32)
-            for first in range(0, count, 4096):
-                i = first + tl.arange(0, 4096)
+            part = (lowest_id - below + 3) >> 2
+            number = tl.zeros([ROW_TILE], tl.int64)
+            for first in range(0, count, ROW_TILE):
+                i = first + tl.arange(0, ROW_TILE)
                 y = _floats(list_y, i, i < count)
                 ids = tl.load(list_ids + i, mask=i < count, other=0)
-                number += ((i < count) & (y == lowest) & (ids <= middle)).to(tl.int32)
-            enough = tl.sum(number) >= ties
-            lowest_id = tl.where(enough, middle, lowest_id)
-            below = tl.where(enough, below, middle)
-    return lowest, lowest_id, kept
+                tie = (i < count) & (y == lowest)
+                number += (tie & (ids <= below + part)).to(tl.int64)
+                number += (tie & (ids <= below + 2 * part)).to(tl.int64) << 20
+                number += (tie & (ids <= below + 3 * part)).to(tl.int64) << 40
+            numbers = tl.sum(number)
+            enough0 = (numbers & 0xFFFFF) >= ties
+            enough1 = ((numbers >> 20) & 0xFFFFF) >= ties
+            enough2 = (numbers >> 40) >= ties
+            reached = below + tl.where(enough0, 1, tl.where(enough1, 2, 3)) * part
+            found = enough0 | enough1 | enough2
+            below = tl.where(
+                enough0, below, below + tl.where(enough1, 1, tl.where(enough2, 2, 3)) * part
+            )
+            lowest_id = tl.where(found, tl.minimum(reached, lowest_id), lowest_id)
+    return lowest, lowest_id, tl.where(possible, kept, 0)
 
 
 @triton.jit(noinline=True)
@@ -308,21 +323,22 @@ def _from_bracket(
     total = tl.full((), 1, tl.int64)
     num_kept = 0
     if (count > 0) & (count <= BRACKETED) & (above_mass < target):
-        _, mass = _bracket_sums(list_y, count, largest, scale, tl.full((), -0x80000000, tl.int64))
-        if above_mass + mass >= target:
+        lowest, lowest_id, kept = _bracket_cut(
+            list_y, list_ids, count, low, high, largest, scale, target - above_mass, vocab
+        )
+        if kept > 0:
             complete = 1
-            lowest, lowest_id, kept = _bracket_cut(
-                list_y, list_ids, count, low, high, largest, scale, target - above_mass, vocab
-            )
             num_kept = tl.load(plan + PLAN_ABOVE) + kept
-            for first in range(0, count, 1024):
-                i = first + tl.arange(0, 1024)
+            for first in range(0, count, ROW_TILE):
+                i = first + tl.arange(0, ROW_TILE)
                 y = _floats(list_y, i, i < count)
                 ids = tl.load(list_ids + i, mask=i < count, other=0)
                 survives = (i < count) & ((y > lowest) | ((y == lowest) & (ids <= lowest_id)))
-                q = (tl.exp2(_z(y, largest, scale)) * ONE).to(tl.int64)
                 # Integers: the order of the additions decides nothing.
-                tl.atomic_add(masses + (ids >> 6), q, mask=survives)
+                tl.atomic_add(
+                    masses + (ids >> 6), _bracket_masses(y, largest, scale), mask=survives,
+                    sem="relaxed",
+                )  # fmt: skip
             tl.debug_barrier()
             token, total = _draw_from_masses(
                 row, scratch, masses, groups, lowest, lowest_id, wide_scale, word, vocab,
@@ -333,7 +349,7 @@ def _from_bracket(
 
 @triton.jit(noinline=True)
 def _after_sigma(
-    row, params, scratch, candidates_at, groups, tiles, vocab, num_bias, num_bans, largest, word,
+    row, params, scratch, candidates_at, groups, vocab, num_bias, num_bans, largest, word,
     SUPER: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw of a row whose first filter is top_n_sigma; complete is 0 where the
@@ -343,7 +359,7 @@ def _after_sigma(
     nothing = tl.full((), 0, tl.int64)
     mean = tl.full((), 0.0, tl.float64)
     bound, z_bound = _first_bound(
-        row, params, scratch, super_maxima, groups, tiles, vocab, num_bias, num_bans, largest,
+        row, params, scratch, super_maxima, groups, vocab, num_bias, num_bans, largest,
         _f32(params + P_SCALE), nothing, mean, SUPER, True,
     )  # fmt: skip
     group_list = scratch + groups * GROUP_LIST
@@ -370,118 +386,184 @@ def _after_sigma(
     return complete, token, highest, lowest, lowest_id, total, num_kept
 
 
+@triton.jit
+def _dense(
+    row, state, words, given, index, out, scratch, plan, kind, flags, mode, groups, stop_ids,
+    given_ids, max_logprobs, max_logprob_ids, recent_tokens, candidates_at, bracket_at, masses_at,
+    penalties, SUPER: tl.constexpr,
+):  # fmt: skip
+    """All that `finish` left of a row."""
+    params, vocab = row[1], row[11]
+    num_bias = tl.load(params + P_NUM_BIAS)
+    num_bans = tl.load(plan + PLAN_BANS)
+    split, both = _split(flags, params, row, num_bias + num_bans)
+    word = _row_word(params, state, words, given, mode, index)
+    super_maxima = _super_maxima(scratch, groups, SUPER)
+    largest = tl.max(super_maxima)
+    special = NORMAL
+    fallback = 0
+    if largest == INF:
+        special = POSITIVE_INFINITY
+        largest = tl.full((), 0.0, tl.float32)
+    elif largest == NEG_INF:
+        special = EMPTY_ROW
+        fallback = _fallback_id(row[2], row[7], vocab)
+        largest = tl.full((), 0.0, tl.float32)
+    scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
+    complete = 0
+    token = 0
+    highest = largest
+    lowest = largest
+    lowest_id = vocab
+    total = tl.full((), 1, tl.int64)
+    num_kept = 0
+    if kind == BY_LIST:
+        narrow_scale = _f32(params + P_SCALE)
+        stats_total = total
+        mean = tl.full((), 0.0, tl.float64)
+        z_bound = tl.full((), -1e300, tl.float64)
+        if (flags & F_TOTAL) != 0:
+            sums = scratch + groups * SUMS
+            _, _, masses = _statistics(scratch, sums, groups, narrow_scale, True, SUPER)
+            stats_total = tl.sum(masses)
+            if (flags & F_MEAN) != 0:
+                mean = _mean(
+                    scratch, sums, scratch + groups * MOMENTS, groups, largest, narrow_scale,
+                    stats_total,
+                )  # fmt: skip
+            # Where the list ends, as `finish` bounded it.
+            z_bound = _i64(plan + PLAN_LOW).to(tl.float64, bitcast=True)
+        list_y = scratch + candidates_at
+        complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
+            list_y, list_y + LISTED, tl.load(plan + PLAN_COUNT), largest, scale, params,
+            tl.load(params + P_TOP_K), (flags & F_TOTAL) != 0, stats_total, mean, z_bound, word,
+            LISTED,
+        )  # fmt: skip
+    elif kind == BY_SIGMA:
+        complete, token, highest, lowest, lowest_id, total, num_kept = _after_sigma(
+            row, params, scratch, candidates_at, groups, vocab, num_bias, num_bans, largest, word,
+            SUPER,
+        )  # fmt: skip
+    elif kind == BY_BRACKET:
+        complete, token, lowest, lowest_id, total, num_kept = _from_bracket(
+            row, params, scratch, plan, bracket_at, masses_at, groups, vocab, num_bias, num_bans,
+            largest, word, SUPER,
+        )  # fmt: skip
+        later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
+        if later | (_f32(params + P_ETA) > 0):
+            complete = 0
+    if complete == 0:
+        token, highest, lowest, lowest_id, total, num_kept = _dense_row(
+            row, params, vocab, num_bias, num_bans, special, fallback, largest, word
+        )
+    row_flags = tl.where(tl.load(plan + PLAN_NAN) != 0, R_NAN, 0)
+    row_flags |= tl.where(special == POSITIVE_INFINITY, R_POS_INF, 0)
+    row_flags |= tl.where(special == EMPTY_ROW, R_EMPTY, 0)
+    tl.debug_barrier()
+    _report(
+        row, out, params, state, scratch, flags, row_flags, token, highest, lowest, lowest_id,
+        total, num_kept, special, fallback, largest, tl.full((), -1, tl.int64), groups, vocab,
+        num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids, max_logprobs,
+        max_logprob_ids, recent_tokens, penalties, SUPER,
+    )  # fmt: skip
+    tl.debug_barrier()
+
+
+@triton.jit
+def _list_left(kinds, rows):
+    """List, behind their kinds, the rows of which something is left, and those to be collected
+    first; the number of either. All programs write the same."""
+    number = 0
+    number_flat = 0
+    for first in range(0, rows, 1024):
+        i = first + tl.arange(0, 1024)
+        kind = tl.load(kinds + i, mask=i < rows, other=DONE)
+        left = (kind != DONE).to(tl.int32)
+        found = tl.sum(left)
+        if found > 0:
+            tl.store(kinds + rows + number + tl.cumsum(left, 0) - 1, i, mask=left != 0)
+            number += found
+            flat = (kind == BY_BRACKET).to(tl.int32)
+            at = kinds + 2 * rows + number_flat + tl.cumsum(flat, 0) - 1
+            tl.store(at, i, mask=flat != 0)
+            number_flat += tl.sum(flat)
+    tl.debug_barrier()
+    return number, number_flat
+
+
 @triton.jit(
-    do_not_specialize=(
-        *_INTEGERS, "output_words", "stop_ids", "given_ids", "max_logprobs", "max_logprob_ids",
-        "recent_tokens", "plan_at", "candidates_at", "bracket_at", "masses_at", "penalties",
-        "rows",
-    ),
-    do_not_specialize_on_alignment=(*_POINTERS, "words", "output"),
-)  # fmt: skip
+    do_not_specialize=(*INTEGERS, "bracket_at", "masses_at", "rows"),
+    do_not_specialize_on_alignment=POINTERS,
+)
 def dense(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
-    scratch, scratch_32, mode, vocab_units, tiles, groups_64, params_words, state_words,
-    output_words, bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids,
-    recent_tokens, bans_at, plan_at, candidates_at, bracket_at, masses_at, prompt_bits, output_bits,
-    counts_at, penalties, rows, SUPER: tl.constexpr, UNIT: tl.constexpr,
-    PDL: tl.constexpr,
+    scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
+    bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+    bans_at, plan_at, candidates_at, prompt_bits, output_bits, counts_at, penalties, bracket_at,
+    masses_at, rows, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows that `finish` left, one after the other a program. Grid: any."""
+    """The rows that `finish` left. Grid: any; programs take tiles of flat rows until none is left,
+    then rows.
+
+    A program waits for tiles only of programs that have taken them, which never wait themselves.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Passed in parts, so that the compiler knows what divides them.
     groups = groups_64 * 64
     scratch_words = scratch_32 * 32
     vocab = vocab_units * UNIT
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    dense_list = scratch + (tl.full((), 0, tl.int64) + rows) * scratch_words
-    for item in range(tl.program_id(0), tl.load(dense_list), tl.num_programs(0)):
-        index = tl.load(dense_list + 1 + item).to(tl.int64)
-        slot = tl.load(slots + index).to(tl.int64)
-        params = all_params + slot * params_words
-        row_state = state + slot * state_words
-        row_scratch = scratch + index * scratch_words
-        plan = row_scratch + plan_at
-        flags = tl.load(params + P_FLAGS)
-        logits_row = logits + index * stride * UNIT
-        if UNIT > 1:
-            logits_row = tl.multiple_of(logits_row, 16)
-        row = _row(
-            logits_row, params, slot, index, tables, bitmask, bitmask_stride, given,
-            row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
-            output_bits, counts_at,
-        )  # fmt: skip
-        num_bias = tl.load(params + P_NUM_BIAS)
-        num_bans = tl.load(plan + PLAN_BANS)
-        split, both = _split(flags, params, row, num_bias + num_bans)
-        word = _row_word(params, row_state, words, given, mode, index)
-        largest = tl.max(_super_maxima(row_scratch, groups, SUPER))
-        special = NORMAL
-        fallback = 0
-        if largest == INF:
-            special = POSITIVE_INFINITY
-            largest = tl.full((), 0.0, tl.float32)
-        elif largest == NEG_INF:
-            special = EMPTY_ROW
-            fallback = _fallback_id(row[2], row[7], vocab)
-            largest = tl.full((), 0.0, tl.float32)
-        scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
-        kind = tl.load(plan)
-        complete = 0
-        token = 0
-        highest = largest
-        lowest = largest
-        lowest_id = vocab
-        total = tl.full((), 1, tl.int64)
-        num_kept = 0
-        if kind == BY_LIST:
-            narrow_scale = _f32(params + P_SCALE)
-            stats_total = total
-            mean = tl.full((), 0.0, tl.float64)
-            sums = row_scratch + groups * SUMS
-            z_bound = tl.full((), -1e300, tl.float64)
-            if (flags & F_TOTAL) != 0:
-                stats_total = tl.sum(
-                    _super_masses(row_scratch, sums, groups, largest, narrow_scale, SUPER)
-                )
-                if (flags & F_MEAN) != 0:
-                    mean = _mean(
-                        row_scratch, sums, row_scratch + groups * MOMENTS, groups, largest,
-                        narrow_scale, stats_total,
-                    )  # fmt: skip
-                # Where the list ends, as `finish` bounded it.
-                z_bound = _i64(plan + PLAN_LOW).to(tl.float64, bitcast=True)
-            list_y = row_scratch + candidates_at
-            complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
-                list_y, list_y + LISTED, tl.load(plan + PLAN_COUNT), largest,
-                scale, params, tl.load(params + P_TOP_K), (flags & F_TOTAL) != 0, stats_total,
-                mean, z_bound, word, LISTED,
-            )  # fmt: skip
-        if kind == BY_SIGMA:
-            complete, token, highest, lowest, lowest_id, total, num_kept = _after_sigma(
-                row, params, row_scratch, candidates_at, groups, tiles, vocab, num_bias, num_bans,
-                largest, word, SUPER,
-            )  # fmt: skip
-        if kind == BY_BRACKET:
-            complete, token, lowest, lowest_id, total, num_kept = _from_bracket(
-                row, params, row_scratch, plan, bracket_at, masses_at, groups, vocab, num_bias,
-                num_bans, largest, word, SUPER,
-            )  # fmt: skip
-            later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
-            if later | (_f32(params + P_ETA) > 0):
-                complete = 0
-        if complete == 0:
-            token, highest, lowest, lowest_id, total, num_kept = _dense_row(
-                row, params, tiles, vocab, num_bias, num_bans, special, fallback, largest, word
-            )
-        row_flags = tl.where(tl.load(plan + PLAN_NAN) != 0, R_NAN, 0)
-        row_flags |= tl.where(special == POSITIVE_INFINITY, R_POS_INF, 0)
-        row_flags |= tl.where(special == EMPTY_ROW, R_EMPTY, 0)
-        tl.debug_barrier()
-        _report(
-            row, output + index * output_words, params, row_state, row_scratch, flags, row_flags,
-            token, highest, lowest, lowest_id, total, num_kept, special, fallback, largest, groups,
-            tiles, vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
-            max_logprobs, max_logprob_ids, recent_tokens, penalties, SUPER,
-        )  # fmt: skip
-        tl.debug_barrier()
+    kinds = scratch + (tl.full((), 0, tl.int64) + rows) * scratch_words
+    number, number_flat = _list_left(kinds, rows)
+    if number > 0:
+        tiles = tl.cdiv(vocab, ROW_TILE)
+        tiles_taken = scratch + plan_at + PLAN_TILES_TAKEN
+        rows_taken = scratch + plan_at + PLAN_ROWS_TAKEN
+        item = 0
+        items = number_flat * tiles
+        while item < items:
+            item = tl.atomic_add(tiles_taken, 1, sem="relaxed")
+            if item < items:
+                index = tl.load(kinds + 2 * rows + item // tiles).to(tl.int64)
+                logits_row = logits + index * stride * UNIT
+                if UNIT > 1:
+                    logits_row = tl.multiple_of(logits_row, 16)
+                row_scratch = scratch + index * scratch_words
+                slot = tl.load(slots + index).to(tl.int64)
+                params = all_params + slot * params_words
+                row = _row(
+                    logits_row, params, slot, index, tables, bitmask, bitmask_stride, given,
+                    row_scratch, mode, tl.load(params + P_FLAGS), vocab, bias_ids, bias_values,
+                    bans_at, prompt_bits, output_bits, counts_at,
+                )  # fmt: skip
+                plan = row_scratch + plan_at
+                _collect(row, plan, row_scratch, item % tiles * ROW_TILE, bracket_at, groups)
+                tl.debug_barrier()
+                tl.atomic_add(plan + PLAN_COLLECTED, 1, sem="release")
+        item = 0
+        while item < number:
+            item = tl.atomic_add(rows_taken, 1, sem="relaxed")
+            if item < number:
+                index = tl.load(kinds + rows + item).to(tl.int64)
+                kind = tl.load(kinds + index)
+                row_scratch = scratch + index * scratch_words
+                slot = tl.load(slots + index).to(tl.int64)
+                params = all_params + slot * params_words
+                flags = tl.load(params + P_FLAGS)
+                row = _row(
+                    logits + index * stride * UNIT, params, slot, index, tables, bitmask,
+                    bitmask_stride, given, row_scratch, mode, flags, vocab, bias_ids, bias_values,
+                    bans_at, prompt_bits, output_bits, counts_at,
+                )  # fmt: skip
+                plan = row_scratch + plan_at
+                if kind == BY_BRACKET:
+                    while tl.atomic_add(plan + PLAN_COLLECTED, 0, sem="acquire") < tiles:
+                        pass
+                    tl.debug_barrier()
+                _dense(
+                    row, state + slot * state_words, words, given, index,
+                    output + index * output_words, row_scratch, plan, kind, flags, mode, groups,
+                    stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+                    candidates_at, bracket_at, masses_at, penalties, SUPER,
+                )  # fmt: skip

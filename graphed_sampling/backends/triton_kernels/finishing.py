@@ -17,6 +17,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     F_GREEDY,
     F_LISTS,
     F_MEAN,
+    F_RAW,
     F_TOTAL,
     FEW,
     FLT_MAX,
@@ -24,6 +25,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     GROUP_LIST,
     INF,
     LISTED,
+    LOG2_E,
     LONGER,
     MAX_GROUPS_READ,
     MAX_LISTED_TOP_K,
@@ -48,11 +50,14 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_WIDE_SCALE,
     PLAN_ABOVE,
     PLAN_BANS,
+    PLAN_COLLECTED,
     PLAN_COUNT,
     PLAN_HIGH,
     PLAN_LISTED,
     PLAN_LOW,
     PLAN_NAN,
+    PLAN_ROWS_TAKEN,
+    PLAN_TILES_TAKEN,
     R_NAN,
     RAW_MAXIMA,
     RAW_SUMS,
@@ -71,6 +76,7 @@ from graphed_sampling.backends.triton_kernels.groups import (
     _mass_bound,
     _mean,
     _nucleus_bound,
+    _statistics,
     _super_masses,
     _super_maxima,
     _top_bound,
@@ -103,8 +109,8 @@ from graphed_sampling.backends.triton_kernels.rows import (
     _wishes,
 )
 from graphed_sampling.backends.triton_kernels.streaming import (
-    _INTEGERS,
-    _POINTERS,
+    INTEGERS,
+    POINTERS,
     _store_statistics,
 )
 from graphed_sampling.backends.triton_kernels.whole_row import (
@@ -189,7 +195,7 @@ def _repair_groups(
 
 @triton.jit
 def _first_bound(
-    row, params, scratch, super_maxima, groups, tiles, vocab, num_bias, num_bans, largest,
+    row, params, scratch, super_maxima, groups, vocab, num_bias, num_bans, largest,
     narrow_scale, total, mean, SUPER: tl.constexpr, SIGMA: tl.constexpr,
 ):  # fmt: skip
     """(bound, z_bound): no survivor of the first filter has y < bound, which is at z_bound.
@@ -208,13 +214,16 @@ def _first_bound(
         if top_p >= 1:
             narrow_mean = mean.to(tl.float32)
         if (top_p < 1) | (typical < 1):
-            found = False
+            found = typical > 1
             z = tl.full((), 0.0, tl.float32)
             if top_p < 1:
                 z, found = _nucleus_bound(
                     scratch, groups, largest, narrow_scale, total, top_p, SUPER
                 )
-            if not found:
+                # What weighs much may share its group.
+                reaching = tl.sum((_z(super_maxima, largest, narrow_scale) >= z).to(tl.int32))
+                found = found & (reaching <= SUPERS // 4)
+            if found == 0:
                 share = 1.0 - tl.where(top_p < 1, top_p, typical)
                 z = _mass_bound(
                     scratch, scratch + groups * SUMS, groups, largest, narrow_scale, total, share,
@@ -236,7 +245,7 @@ def _first_bound(
             bound = tl.maximum(bound, _round_down(largest.to(tl.float64) + offset))
         sigma = _f32(params + P_SIGMA)
         if SIGMA and sigma > 0:
-            least = _sigma_bound(row, tiles, vocab, num_bias, num_bans, largest, sigma)
+            least = _sigma_bound(row, vocab, num_bias, num_bans, largest, sigma)
             bound = tl.maximum(bound, tl.minimum(_round_up(least), largest))
         if (top_k > 0) & (top_k <= MAX_LISTED_TOP_K):
             bound = tl.maximum(bound, _top_bound(super_maxima, scratch, groups, largest, top_k))
@@ -245,13 +254,14 @@ def _first_bound(
 
 @triton.jit
 def _select(
-    row, scratch, params, super_maxima, groups, tiles, vocab, num_bias, num_bans, largest, word,
-    plain, candidates_at, plan_low_at, SUPER: tl.constexpr,
+    row, scratch, params, super_maxima, super_masses, total, groups, vocab, num_bias, num_bans,
+    largest, word, plain, candidates_at, plan_low, SUPER: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw from group statistics.
 
-    Returns (plan, count, token, highest, lowest, lowest_id, total, num_kept); plan tells what is
-    left for `dense`, count is the length of the list. largest: of y, finite.
+    Returns (kind, count, token, highest, lowest, lowest_id, total, num_kept); kind tells what is
+    left for `dense`, count is the length of the list. largest: of y, finite. super_masses, total:
+    of the sums of weights; those of y where they are wanted.
     """
     flags = tl.load(params + P_FLAGS)
     scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
@@ -262,10 +272,10 @@ def _select(
     lowest = tl.full((), NEG_INF, tl.float32)
     lowest_id = vocab
     num_kept = 0
-    plan = DONE
+    kind = DONE
     count = 0
-    total = tl.full((), 1, tl.int64) << 40
     if (flags & F_GREEDY) != 0:
+        total = tl.full((), 1, tl.int64) << 40
         token = _first_maximum(
             row, scratch, super_maxima, largest, vocab, num_bias, num_bans, plain, SUPER
         )
@@ -275,10 +285,6 @@ def _select(
     else:
         mean = tl.full((), 0.0, tl.float64)
         wants_sum = (flags & F_TOTAL) != 0
-        super_masses = tl.zeros([SUPERS], tl.int64)
-        if wants_sum:
-            super_masses = _super_masses(scratch, sums, groups, largest, narrow_scale, SUPER)
-            total = tl.sum(super_masses)
         if (flags & F_MEAN) != 0:
             moments = scratch + groups * MOMENTS
             mean = _mean(scratch, sums, moments, groups, largest, narrow_scale, total)
@@ -287,14 +293,14 @@ def _select(
         unfiltered = unfiltered & (_f32(params + P_EPSILON) <= 0) & (_f32(params + P_ETA) <= 0)
         if unfiltered:
             token = _draw_from_groups(
-                row, scratch, sums, super_masses, largest, scale, narrow_scale, total, word,
+                row, scratch, sums, super_maxima, super_masses, scale, narrow_scale, total, word,
                 vocab, num_bias, num_bans, plain, SUPER,
             )  # fmt: skip
         elif _f32(params + P_SIGMA) > 0:
-            plan = BY_SIGMA
+            kind = BY_SIGMA
         else:
             bound, z_bound = _first_bound(
-                row, params, scratch, super_maxima, groups, tiles, vocab, num_bias, num_bans,
+                row, params, scratch, super_maxima, groups, vocab, num_bias, num_bans,
                 largest, narrow_scale, total, mean, SUPER, False,
             )  # fmt: skip
             group_list = scratch + groups * GROUP_LIST
@@ -322,21 +328,21 @@ def _select(
                     list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
                     mean, z_bound, word, SHORT, False,
                 )  # fmt: skip
-                plan = tl.where(complete != 0, DONE, BY_ROW)
+                kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LONGER:
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
                     list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
                     mean, z_bound, word, LONGER,
                 )  # fmt: skip
-                plan = tl.where(complete != 0, DONE, BY_ROW)
+                kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LISTED:
-                plan = BY_LIST
-                _store_i64(scratch + plan_low_at, z_bound.to(tl.int64, bitcast=True))
+                kind = BY_LIST
+                _store_i64(plan_low, z_bound.to(tl.int64, bitcast=True))
             else:
-                plan = BY_ROW
-            if (plan == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED):
-                plan = BY_BRACKET
-    return plan, count, token, highest, lowest, lowest_id, total, num_kept
+                kind = BY_ROW
+            if (kind == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED):
+                kind = BY_BRACKET
+    return kind, count, token, highest, lowest, lowest_id, total, num_kept
 
 
 @triton.jit(noinline=True)
@@ -406,126 +412,149 @@ def _bracket(
     return low, high
 
 
+@triton.jit
+def _finish_row(
+    row, state, word, index, out, scratch, plan, flags, groups, stop_ids,
+    bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at,
+    candidates_at, penalties, SUPER: tl.constexpr,
+):  # fmt: skip
+    """From a row's statistics to its token and its next state, or to a plan for `dense`: what is
+    left to be done."""
+    params, bias_ids, vocab = row[1], row[8], row[11]
+    wants_sum, wants_moment, _, scale = _wishes(flags, params)
+    num_bias = tl.load(params + P_NUM_BIAS)
+    num_bans = 0
+    seen_nan = 0
+    bans = scratch + bans_at
+    if (flags & F_LISTS) != 0:
+        num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
+    split, both = _split(flags, params, row, num_bias + num_bans)
+    sums = scratch + groups * SUMS
+    first_scale = tl.where(wants_sum, scale, LOG2_E)
+    wanted = wants_sum | ((flags & F_RAW) != 0)
+    if (num_bias + num_bans > 0) & (row[7] == 0):
+        _keep_raw(scratch, groups, both)
+    super_maxima, largest, masses = _statistics(scratch, sums, groups, first_scale, wanted, SUPER)
+    anew = num_bias + num_bans > 0
+    if largest == INF:
+        group_list = scratch + groups * GROUP_LIST
+        unusual = _list_unusual(scratch, scratch + groups * SUPER_LIST, group_list, groups, SUPER)
+        seen_nan = _repair_groups(
+            row, scratch, group_list, unusual, False, groups, vocab, num_bias, num_bans, split,
+            both, wants_sum, wants_moment, scale,
+        )  # fmt: skip
+        anew = True
+    if num_bias + num_bans > 0:
+        _repair_groups(
+            row, scratch, bias_ids, num_bias, True, groups, vocab, num_bias, num_bans, split, both,
+            wants_sum, wants_moment, scale,
+        )  # fmt: skip
+        _repair_groups(
+            row, scratch, bans, num_bans, True, groups, vocab, num_bias, num_bans, split, both,
+            wants_sum, wants_moment, scale,
+        )  # fmt: skip
+    if anew:
+        super_maxima, largest, masses = _statistics(
+            scratch, sums, groups, first_scale, wanted, SUPER
+        )
+    kind = BY_ROW
+    count = 0
+    token = 0
+    highest = largest
+    lowest = largest
+    lowest_id = 0
+    total = tl.full((), 1, tl.int64)
+    raw_total = tl.full((), -1, tl.int64)
+    num_kept = 0
+    if (largest > NEG_INF) & (largest < INF):
+        plain = (row[7] == 0) & (num_bias + num_bans == 0)
+        total = tl.sum(masses)
+        if (split | both) == 0:
+            raw_total = total
+        kind, count, token, highest, lowest, lowest_id, total, num_kept = _select(
+            row, scratch, params, super_maxima, masses, total, groups, vocab, num_bias, num_bans,
+            largest, word, plain, candidates_at, plan + PLAN_LOW, SUPER,
+        )  # fmt: skip
+    if kind == DONE:
+        tl.debug_barrier()
+        _report(
+            row, out, params, state, scratch, flags, tl.where(seen_nan != 0, R_NAN, 0), token,
+            highest, lowest, lowest_id, total, num_kept, NORMAL, 0, largest, raw_total, groups,
+            vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
+            max_logprobs, max_logprob_ids, recent_tokens, penalties, SUPER,
+        )  # fmt: skip
+    else:
+        tl.store(plan + PLAN_BANS, num_bans)
+        tl.store(plan + PLAN_NAN, seen_nan)
+        tl.store(plan + PLAN_COUNT, count)
+        if kind == BY_BRACKET:
+            low, high = _bracket(
+                row, scratch, sums, scratch + candidates_at, groups, vocab, num_bias, num_bans,
+                largest, scale, 1.0 - _f32(params + P_TOP_P), SUPER,
+            )  # fmt: skip
+            _store_f32(plan + PLAN_LOW, low)
+            _store_f32(plan + PLAN_HIGH, high)
+            tl.store(plan + PLAN_LISTED, 0)
+            tl.store(plan + PLAN_ABOVE, 0)
+            tl.store(plan + PLAN_COLLECTED, 0)
+    return kind
+
+
 @triton.jit(
-    do_not_specialize=(
-        *_INTEGERS, "output_words", "stop_ids", "bad_words", "bad_word_length", "given_ids",
-        "max_logprobs", "max_logprob_ids", "recent_tokens", "plan_at", "candidates_at",
-        "penalties",
-    ),
-    do_not_specialize_on_alignment=(*_POINTERS, "words", "output"),
-)  # fmt: skip
+    do_not_specialize=(*INTEGERS, "max_requests", "bad_words", "bad_word_length"),
+    do_not_specialize_on_alignment=POINTERS,
+)
 def finish(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
-    scratch, scratch_32, mode, vocab_units, tiles, groups_64, max_requests, params_words,
-    state_words, output_words, bias_ids, bias_values, stop_ids, bad_words, bad_word_length,
-    given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at, plan_at, candidates_at,
-    prompt_bits, output_bits, counts_at, penalties, SUPER: tl.constexpr,
-    UNIT: tl.constexpr, PDL: tl.constexpr,
+    scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
+    bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+    bans_at, plan_at, candidates_at, prompt_bits, output_bits, counts_at, penalties, max_requests,
+    bad_words, bad_word_length, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program: from its groups' statistics to its token and its next state.
 
-    Rows that take more are put on the list behind the rows' scratch, with a plan for `dense`.
+    What is left of each row for `dense` stands behind the rows' scratch.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     # Passed in parts, so that the compiler knows what divides them.
     groups = groups_64 * 64
     scratch_words = scratch_32 * 32
     vocab = vocab_units * UNIT
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64)
+    kinds = scratch + tl.num_programs(0).to(tl.int64) * scratch_words
+    # `stream` lets this kernel begin when all that came before it has ended, so that what it does
+    # not write itself may be read before it has ended.
     slot = tl.load(slots + index).to(tl.int64)
     slot = tl.where((slot >= 0) & (slot < max_requests), slot, max_requests)
     params = all_params + slot * params_words
-    state += slot * state_words
-    all_scratch = scratch
-    scratch += index * scratch_words
+    row_state = state + slot * state_words
+    row_scratch = scratch + index * scratch_words
     out = output + index * output_words
     flags = tl.load(params + P_FLAGS)
     admitted = (flags & F_ADMITTED) != 0
-    if admitted & (tl.load(state + S_FINISH_REASON) == 0):
+    idle = (admitted == 0) | (tl.load(row_state + S_FINISH_REASON) != 0)
+    word = _row_word(params, row_state, words, given, mode, index)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if tl.program_id(0) == 0:
+        tl.store(scratch + plan_at + PLAN_TILES_TAKEN, 0)
+        tl.store(scratch + plan_at + PLAN_ROWS_TAKEN, 0)
+    if idle:
+        _write_idle(out, row_state, admitted, max_logprobs, max_logprob_ids)
+        tl.store(kinds + index, DONE)
+    else:
         logits_row = logits + index * stride * UNIT
         if UNIT > 1:
             logits_row = tl.multiple_of(logits_row, 16)
         row = _row(
             logits_row, params, slot, index, tables, bitmask, bitmask_stride, given,
-            scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits, output_bits,
-            counts_at,
+            row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
+            output_bits, counts_at,
         )  # fmt: skip
-        wants_sum, wants_moment, _, scale = _wishes(flags, params)
-        num_bias = tl.load(params + P_NUM_BIAS)
-        num_bans = 0
-        seen_nan = 0
-        bans = scratch + bans_at
-        if (flags & F_LISTS) != 0:
-            num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
-        split, both = _split(flags, params, row, num_bias + num_bans)
-        if (num_bias + num_bans > 0) & (row[7] == 0):
-            _keep_raw(scratch, groups, both)
-        super_maxima = _super_maxima(scratch, groups, SUPER)
-        largest = tl.max(super_maxima)
-        if largest == INF:
-            group_list = scratch + groups * GROUP_LIST
-            unusual = _list_unusual(
-                scratch, scratch + groups * SUPER_LIST, group_list, groups, SUPER
-            )
-            seen_nan = _repair_groups(
-                row, scratch, group_list, unusual, False, groups, vocab, num_bias, num_bans,
-                split, both, wants_sum, wants_moment, scale,
-            )  # fmt: skip
-            super_maxima = _super_maxima(scratch, groups, SUPER)
-            largest = tl.max(super_maxima)
-        if num_bias + num_bans > 0:
-            _repair_groups(
-                row, scratch, params + bias_ids, num_bias, True, groups, vocab, num_bias,
-                num_bans, split, both, wants_sum, wants_moment, scale,
-            )  # fmt: skip
-            _repair_groups(
-                row, scratch, bans, num_bans, groups, vocab, num_bias, num_bans, split, both,
-                wants_sum, wants_moment, scale, True,
-            )  # fmt: skip
-            super_maxima = _super_maxima(scratch, groups, SUPER)
-            largest = tl.max(super_maxima)
-        plan = BY_ROW
-        count = 0
-        token = 0
-        highest = largest
-        lowest = largest
-        lowest_id = 0
-        total = tl.full((), 1, tl.int64)
-        num_kept = 0
-        if (largest > NEG_INF) & (largest < INF):
-            plain = (row[7] == 0) & (num_bias + num_bans == 0)
-            plan, count, token, highest, lowest, lowest_id, total, num_kept = _select(
-                row, scratch, params, super_maxima, groups, tiles, vocab, num_bias, num_bans,
-                largest, _row_word(params, state, words, given, mode, index), plain,
-                candidates_at, plan_at + PLAN_LOW, SUPER,
-            )  # fmt: skip
-        if plan == DONE:
-            tl.debug_barrier()
-            _report(
-                row, out, params, state, scratch, flags, tl.where(seen_nan != 0, R_NAN, 0), token,
-                highest, lowest, lowest_id, total, num_kept, NORMAL, 0, largest, groups, tiles,
-                vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
-                max_logprobs, max_logprob_ids, recent_tokens, penalties, SUPER,
-            )  # fmt: skip
-        else:
-            tl.store(scratch + plan_at, plan)
-            tl.store(scratch + plan_at + PLAN_BANS, num_bans)
-            tl.store(scratch + plan_at + PLAN_NAN, seen_nan)
-            tl.store(scratch + plan_at + PLAN_COUNT, count)
-            if plan == BY_BRACKET:
-                low, high = _bracket(
-                    row, scratch, scratch + groups * SUMS, scratch + candidates_at, groups, vocab,
-                    num_bias, num_bans, largest, scale, 1.0 - _f32(params + P_TOP_P), SUPER,
-                )  # fmt: skip
-                _store_f32(scratch + plan_at + PLAN_LOW, low)
-                _store_f32(scratch + plan_at + PLAN_HIGH, high)
-                tl.store(scratch + plan_at + PLAN_LISTED, 0)
-                tl.store(scratch + plan_at + PLAN_ABOVE, 0)
-            dense_list = all_scratch + tl.num_programs(0).to(tl.int64) * scratch_words
-            # The order of the list decides nothing.
-            place = tl.atomic_add(dense_list, 1)
-            tl.store(dense_list + 1 + place, tl.program_id(0))
-    else:
-        _write_idle(out, state, admitted, max_logprobs, max_logprob_ids)
+        kind = _finish_row(
+            row, row_state, word, index, out, row_scratch, row_scratch + plan_at, flags, groups,
+            stop_ids, bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids,
+            recent_tokens, bans_at, candidates_at, penalties, SUPER,
+        )  # fmt: skip
+        tl.store(kinds + index, kind)

@@ -17,6 +17,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
 from graphed_sampling.backends.triton_kernels.numbers import (
     _exp2,
     _f32,
+    _fast_exp2,
     _from_key,
     _key,
     _masses,
@@ -38,8 +39,8 @@ def _floats(pointer, i, inside):
 
 @triton.jit
 def _part(j, SUPER: tl.constexpr):
-    """Indices of groups [SUPERS, up to 4]: of each super those from its j-th on."""
-    width: tl.constexpr = SUPER if SUPER < 4 else 4
+    """Indices of groups [SUPERS, up to 8]: of each super those from its j-th on."""
+    width: tl.constexpr = SUPER if SUPER < 8 else 8
     first = tl.arange(0, SUPERS) * SUPER + j
     return first[:, None] + tl.arange(0, width)[None, :]
 
@@ -48,7 +49,7 @@ def _part(j, SUPER: tl.constexpr):
 def _super_maxima(maxima, groups, SUPER: tl.constexpr):
     """The supers' maxima [SUPERS]."""
     super_maxima = tl.full([SUPERS], NEG_INF, tl.float32)
-    for j in range(0, SUPER, 4):
+    for j in range(0, SUPER, 8):
         g = _part(j, SUPER)
         super_maxima = tl.maximum(super_maxima, tl.max(_floats(maxima, g, g < groups), 1))
     return super_maxima
@@ -64,14 +65,65 @@ def _group_masses(maximum, sums, largest, scale):
 
 @triton.jit
 def _super_masses(maxima, sums, groups, largest, scale, SUPER: tl.constexpr):
-    """The supers' masses, int64 [SUPERS]."""
+    """The supers' masses, int64 [SUPERS], each the sum of its groups'."""
     masses = tl.zeros([SUPERS], tl.int64)
-    for j in range(0, SUPER, 4):
+    for j in range(0, SUPER, 8):
         g = _part(j, SUPER)
         maximum = _floats(maxima, g, g < groups)
         mass = _group_masses(maximum, _floats(sums, g, g < groups), largest, scale)
         masses += tl.sum(mass, 1)
     return masses
+
+
+@triton.jit
+def _finite(maximum):
+    """A value to take differences from where a maximum may be that of nothing."""
+    return tl.where(maximum == NEG_INF, 0.0, maximum)
+
+
+@triton.jit
+def _weights_in_supers(maximum, sums, super_maxima, scale):
+    """Of groups [S, W]: their weights' sums, the weights of a super being relative to its largest;
+    added up, in one order whatever the layout."""
+    supers: tl.constexpr = maximum.shape[0]
+    width: tl.constexpr = maximum.shape[1]
+    base = _finite(super_maxima)[:, None]
+    weights = sums * _fast_exp2(_z(maximum, base, scale))
+    if width >= 8:
+        weights = tl.sum(tl.reshape(weights, [supers, 4, 2]), 2)
+    if width >= 4:
+        weights = tl.sum(tl.reshape(weights, [supers, 2, 2]), 2)
+    return tl.sum(weights, 1)
+
+
+@triton.jit
+def _statistics(maxima, sums, groups, scale, wanted, SUPER: tl.constexpr):
+    """(super_maxima [SUPERS], the largest, int64 masses of the supers [SUPERS]).
+
+    The masses are 0 where not wanted, and anything where the largest is not finite.
+    """
+    if SUPER <= 8:
+        # All loads before anything is worked out.
+        g = _part(0, SUPER)
+        maximum = _floats(maxima, g, g < groups)
+        sum_ = tl.load(sums + g, mask=(g < groups) & wanted, other=0)
+        super_maxima = tl.max(maximum, 1)
+        largest = tl.max(super_maxima)
+        weights = _weights_in_supers(
+            maximum, sum_.to(tl.float32, bitcast=True), super_maxima, scale
+        )
+    else:
+        super_maxima = _super_maxima(maxima, groups, SUPER)
+        largest = tl.max(super_maxima)
+        weights = tl.zeros([SUPERS], tl.float32)
+        if wanted:
+            for j in range(0, SUPER, 8):
+                g = _part(j, SUPER)
+                maximum = _floats(maxima, g, g < groups)
+                sum_ = tl.load(sums + g, mask=g < groups, other=0).to(tl.float32, bitcast=True)
+                weights += _weights_in_supers(maximum, sum_, super_maxima, scale)
+    weights *= _fast_exp2(_z(super_maxima, largest, scale))
+    return super_maxima, largest, (weights * ONE).to(tl.int64)
 
 
 @triton.jit(noinline=True)
@@ -215,20 +267,20 @@ def _nucleus_bound(maxima, groups, largest, scale, total, top_p, SUPER: tl.const
     start = tl.minimum(tl.log2(of_largest * tl.maximum(1.0 - top_p, 1e-6) / tokens) - 1.0, -1.0)
     low = start
     high = tl.full((), 0.0, tl.float32)
-    if SUPER <= 4:
+    if SUPER <= 8:
         z, weight = _largest_weights(maxima, 0, groups, largest, scale, SUPER)
     for _step in range(4):
         part = 0.25 * (high - low)
         bound0 = low + part
         bound1 = low + 2.0 * part
         bound2 = high - part
-        if SUPER <= 4:
+        if SUPER <= 8:
             weight0, weight1, weight2 = _reach(z, weight, bound0, bound1, bound2)
         else:
             weight0 = 0.0
             weight1 = 0.0
             weight2 = 0.0
-            for j in range(0, SUPER, 4):
+            for j in range(0, SUPER, 8):
                 z, weight = _largest_weights(maxima, j, groups, largest, scale, SUPER)
                 more0, more1, more2 = _reach(z, weight, bound0, bound1, bound2)
                 weight0 += more0
@@ -332,25 +384,28 @@ def _inside_checked_group(row, group, maximum, scale, share, vocab, num_bias, nu
 
 @triton.jit
 def _draw_from_groups(
-    row, maxima, sums, super_masses, largest, scale, narrow_scale, total, word, vocab, num_bias,
-    num_bans, plain, SUPER: tl.constexpr,
+    row, maxima, sums, super_maxima, super_masses, scale, narrow_scale, total, word, vocab,
+    num_bias, num_bans, plain, SUPER: tl.constexpr,
 ):  # fmt: skip
-    """A token drawn from all: its super and group by their masses, then inside the group."""
-    position = _mulhi(word, total)
-    over = tl.cumsum(super_masses, 0) <= position
+    """A token drawn from all: its super by mass, then a group of it, then inside the group."""
+    over = tl.cumsum(super_masses, 0) <= _mulhi(word, total)
     before = tl.sum(tl.where(over, super_masses, 0))
     super_ = tl.minimum(tl.sum(over.to(tl.int32)), SUPERS - 1)
+    here = tl.arange(0, SUPERS) == super_
+    of_super = tl.sum(tl.where(here, super_masses, 0))
+    base = tl.max(tl.where(here, super_maxima, NEG_INF))
+    share = _share(word, total, before, of_super)
     g = super_ * SUPER + tl.arange(0, SUPER)
-    inside = g >= 0
-    mass = _group_masses(
-        _floats(maxima, g, inside), _floats(sums, g, inside), largest, narrow_scale
-    )
-    over = (before + tl.cumsum(mass, 0)) <= position
-    before += tl.sum(tl.where(over, mass, 0))
-    group = super_ * SUPER + tl.minimum(tl.sum(over.to(tl.int32)), SUPER - 1)
+    mass = _group_masses(_floats(maxima, g, g >= 0), _floats(sums, g, g >= 0), base, narrow_scale)
+    inner = tl.sum(mass)
+    position = share * inner.to(tl.float64)
+    over = tl.cumsum(mass, 0) <= tl.minimum(position.to(tl.int64), inner - 1)
+    group = super_ * SUPER + tl.sum(over.to(tl.int32))
+    before = tl.sum(tl.where(over, mass, 0))
+    of_group = tl.sum(tl.where(g == group, mass, 0))
+    share = (position - before.to(tl.float64)) / of_group.to(tl.float64)
+    share = tl.minimum(tl.maximum(share, 0.0), 0.9999999999999999)
     maximum = _f32(maxima + group)
-    of_group = _group_masses(maximum, _f32(sums + group), largest, narrow_scale)
-    share = _share(word, total, before, of_group)
     if plain:
         token = _inside_group(row, group, maximum, scale, share, vocab, 0, 0, True)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,6 +17,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     C7,
     C8,
     C9,
+    LN_2,
+    MASS_BITS,
     ONE,
     ROUND,
 )
@@ -97,9 +100,35 @@ def _z(y, largest, scale):
 
 
 @triton.jit
+def _exp2_ftz(z):
+    # ex2.approx by itself costs two more instructions, which save results below 2**-126.
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _exp2_any(z):
+    return tl.exp2(z)
+
+
+_fast_exp2 = _exp2_any if triton.knobs.runtime.interpret or torch.version.hip else _exp2_ftz
+
+
+@triton.jit
 def _masses(weights):
     """int64 masses of float64 weights in [0, 1]."""
     return ((weights * ONE + ROUND) - ROUND).to(tl.int64)
+
+
+@triton.jit
+def _log_mass(mass):
+    """float64 ln of an int64 mass, in units of the largest weight, within 2**-22; 0 for none."""
+    bits = tl.maximum(mass, 1).to(tl.float64).to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) - (1023 + MASS_BITS)
+    mantissa = (bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000
+    small = tl.log2(mantissa.to(tl.float64, bitcast=True).to(tl.float32))
+    return (exponent.to(tl.float64) + small.to(tl.float64)) * LN_2
 
 
 @triton.jit

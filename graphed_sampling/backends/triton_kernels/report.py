@@ -34,7 +34,6 @@ from graphed_sampling.backends.triton_kernels.constants import (
     O_NUM_KEPT,
     O_RANK,
     O_TOKEN_ID,
-    ONE,
     P_MAX_TOKENS,
     P_NUM_GIVEN,
     P_NUM_STOP,
@@ -70,6 +69,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _from_key,
     _i64,
     _key,
+    _log_mass,
     _store_f32,
     _store_i64,
 )
@@ -126,12 +126,6 @@ def _processed_logprobs(y, ids, highest, lowest, lowest_id, scale, log_total):
     logprob = (y.to(tl.float64) - highest.to(tl.float64)) * scale * LN_2 - log_total
     kept = _survives(y, ids, highest, lowest, lowest_id)
     return tl.where(kept, logprob, NEG_INF).to(tl.float32)
-
-
-@triton.jit
-def _log_total(total):
-    """float64 ln of a mass, in units of the largest weight; 0 for none."""
-    return tl.log(tl.maximum(total, 1).to(tl.float64) / ONE)
 
 
 @triton.jit
@@ -251,7 +245,7 @@ def _given_logprobs(
 
 @triton.jit(noinline=True)
 def _top(
-    out, max_logprobs, n, row, maxima, scratch, list_y, list_ids, groups, tiles, vocab,
+    out, max_logprobs, n, row, maxima, scratch, list_y, list_ids, groups, vocab,
     num_bias, num_bans, special, fallback, processed, largest, raw_largest, raw_log,
     highest, lowest, lowest_id, scale, log_total, SUPER: tl.constexpr,
 ):  # fmt: skip
@@ -325,41 +319,75 @@ def _processed_token(row, token, special, fallback, num_bias, num_bans):
     return tl.sum(y)
 
 
+@triton.jit(noinline=True)
+def _raw_normaliser(raw_maxima, raw_sums, groups, SUPER: tl.constexpr):
+    """The largest of the raw logits, and ln of their weights' sum relative to it."""
+    raw_largest = tl.max(_super_maxima(raw_maxima, groups, SUPER))
+    raw_scale = tl.full((), LOG2_E, tl.float32)
+    masses = _super_masses(raw_maxima, raw_sums, groups, raw_largest, raw_scale, SUPER)
+    return raw_largest, _log_mass(tl.sum(masses))
+
+
+@triton.jit(noinline=True)
+def _remember(state, recent_tokens, token):
+    """Shift the recent tokens, newest first, by one."""
+    for step in range(0, recent_tokens, 32):
+        # From the end, so that no word is overwritten before it has moved.
+        i = recent_tokens - 1 - step - tl.arange(0, 32)
+        older = tl.load(state + S_RECENT + i - 1, mask=i > 0, other=0)
+        tl.debug_barrier()
+        tl.store(state + S_RECENT + i, tl.where(i == 0, token, older), mask=i >= 0)
+        tl.debug_barrier()
+
+
 @triton.jit
 def _report(
     row, out, params, state, scratch, flags, row_flags, token, highest, lowest, lowest_id, total,
-    num_kept, special, fallback, largest, groups, tiles, vocab, num_bias, num_bans, split, both,
-    candidates_at, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens, penalties,
-    SUPER: tl.constexpr,
+    num_kept, special, fallback, largest, raw_total, groups, vocab, num_bias, num_bans, split,
+    both, candidates_at, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+    penalties, SUPER: tl.constexpr,
 ):  # fmt: skip
-    """Everything about a row whose token is drawn: logprobs, rank, finish, output and state."""
+    """Everything about a row whose token is drawn: logprobs, rank, finish, output and state.
+
+    raw_total: the mass of the raw logits relative to `largest`, -1 where that is not known.
+    """
+    # All that is to be loaded first: it comes at the same time.
+    x = tl.load(row[0] + token).to(tl.float32)
+    position = _i64(state + S_POSITION)
+    generated = tl.load(state + S_NUM_GENERATED) + 1
+    generation = tl.load(state + S_GENERATION)
+    max_tokens = tl.load(params + P_MAX_TOKENS)
+    num_stop = tl.load(params + P_NUM_STOP)
+    stop = tl.arange(0, 32)
+    stops = tl.load(params + stop_ids + stop, mask=stop < num_stop, other=-1)
+    seen = 0
+    seen_before = 0
+    if penalties:
+        seen = tl.load(row[5] + (token >> 5))
+        seen_before = tl.load(row[6] + token)
+    n = tl.load(params + P_TOP_LOGPROBS)
+    num_given = tl.load(params + P_NUM_GIVEN)
+
     processed = (flags & F_PROCESSED) != 0
     scale = _i64(params + P_WIDE_SCALE).to(tl.float64, bitcast=True)
     raw_at = tl.where(split, groups * RAW_MAXIMA, 0)
-    raw_maxima = scratch + raw_at
-    raw_sums = scratch + groups * tl.where(split | both, RAW_SUMS, SUMS)
     list_y = scratch + candidates_at
     list_ids = list_y + LISTED
-    n = tl.load(params + P_TOP_LOGPROBS)
-    num_given = tl.load(params + P_NUM_GIVEN)
     wants_logprob = (flags & F_LOGPROBS) != 0
     wants_rank = (flags & F_RANK) != 0
 
-    raw_largest = tl.full((), 0.0, tl.float32)
+    raw_largest = largest
     raw_log = tl.full((), 0.0, tl.float64)
     log_total = tl.full((), 0.0, tl.float64)
     if processed:
-        log_total = _log_total(total)
-    if (wants_logprob | wants_rank | (n > 0) | (num_given > 0)) & (processed == 0):
-        raw_largest = largest
-        if split | (special != NORMAL):
-            raw_largest = tl.max(_super_maxima(raw_maxima, groups, SUPER))
-        raw_scale = tl.full((), LOG2_E, tl.float32)
-        raw_log = _log_total(
-            tl.sum(_super_masses(raw_maxima, raw_sums, groups, raw_largest, raw_scale, SUPER))
-        )
+        log_total = _log_mass(total)
+    elif wants_logprob | wants_rank | (n > 0) | (num_given > 0):
+        if raw_total >= 0:
+            raw_log = _log_mass(raw_total)
+        else:
+            raw_sums = scratch + groups * tl.where(split | both, RAW_SUMS, SUMS)
+            raw_largest, raw_log = _raw_normaliser(scratch + raw_at, raw_sums, groups, SUPER)
 
-    x = tl.load(row[0] + token).to(tl.float32)
     x = tl.where(x != x, NEG_INF, x) + 0.0
     y = x
     if processed:
@@ -370,7 +398,8 @@ def _report(
             x, y, token, processed, raw_largest, raw_log, highest, lowest, lowest_id, scale,
             log_total,
         )  # fmt: skip
-    _clear_lists(out, max_logprobs, max_logprob_ids, n)
+    if max_logprobs + max_logprob_ids > 0:
+        _clear_lists(out, max_logprobs, max_logprob_ids, n)
     if num_given > 0:
         tl.debug_barrier()
         _given_logprobs(
@@ -382,7 +411,7 @@ def _report(
     if n > 0:
         tl.debug_barrier()
         _top(
-            out, max_logprobs, n, row, values, scratch, list_y, list_ids, groups, tiles, vocab,
+            out, max_logprobs, n, row, values, scratch, list_y, list_ids, groups, vocab,
             num_bias, num_bans, special, fallback, processed, largest, raw_largest, raw_log,
             highest, lowest, lowest_id, scale, log_total, SUPER,
         )  # fmt: skip
@@ -391,30 +420,17 @@ def _report(
         rank = 1
         if (processed == 0) | (special == NORMAL):
             tl.debug_barrier()
-            value = tl.where(processed, y, x)
             rank = _rank(
-                value,
-                row,
-                values,
-                scratch,
-                groups,
-                vocab,
-                num_bias,
-                num_bans,
-                processed,
-                SUPER,
-            )
+                tl.where(processed, y, x), row, values, scratch, groups, vocab, num_bias, num_bans,
+                processed, SUPER,
+            )  # fmt: skip
 
-    generated = tl.load(state + S_NUM_GENERATED) + 1
-    max_tokens = tl.load(params + P_MAX_TOKENS)
     reason = tl.where((max_tokens > 0) & (generated >= max_tokens), FINISH_LENGTH, 0)
-    num_stop = tl.load(params + P_NUM_STOP)
-    stops = 0
-    for first in range(0, num_stop, 32):
-        i = first + tl.arange(0, 32)
-        ids = tl.load(params + stop_ids + i, mask=i < num_stop, other=-1)
-        stops += tl.sum((ids == token).to(tl.int32))
-    reason = tl.where(stops > 0, FINISH_STOP, reason)
+    stopped = tl.max((stops == token).to(tl.int32))
+    for first in range(32, num_stop, 32):
+        ids = tl.load(params + stop_ids + first + stop, mask=first + stop < num_stop, other=-1)
+        stopped |= tl.max((ids == token).to(tl.int32))
+    reason = tl.where(stopped != 0, FINISH_STOP, reason)
     counted = ((flags & (F_FILTERED | F_GREEDY)) != 0) | (special == EMPTY_ROW)
 
     wide_token = token.to(tl.int64)
@@ -424,24 +440,15 @@ def _report(
     tl.store(out + O_NUM_KEPT, tl.where(counted, num_kept, 0))
     tl.store(out + O_FINISH_REASON, reason)
     tl.store(out + O_FLAGS, row_flags)
-    tl.store(out + O_GENERATION, tl.load(state + S_GENERATION))
+    tl.store(out + O_GENERATION, generation)
 
-    _store_i64(state + S_POSITION, _i64(state + S_POSITION) + 1)
+    _store_i64(state + S_POSITION, position + 1)
     _store_i64(state + S_LAST_TOKEN, wide_token)
     tl.store(state + S_NUM_GENERATED, generated)
     tl.store(state + S_FINISH_REASON, reason)
-    for step in range(0, recent_tokens, 32):
-        # From the end, so that no word is overwritten before it has moved.
-        i = recent_tokens - 1 - step - tl.arange(0, 32)
-        older = tl.load(state + S_RECENT + i - 1, mask=i > 0, other=0)
-        tl.debug_barrier()
-        tl.store(state + S_RECENT + i, tl.where(i == 0, token, older), mask=i >= 0)
-        tl.debug_barrier()
+    if recent_tokens > 0:
+        _remember(state, recent_tokens, token)
     if penalties:
-        bits_at = row[5] + (token >> 5)
-        bits = tl.load(bits_at)
         bit = tl.full((), 1, tl.int32) << (token & 31)
-        count = tl.load(row[6] + token)
-        tl.debug_barrier()
-        tl.store(row[6] + token, tl.where((bits & bit) != 0, count, 0) + 1)
-        tl.store(bits_at, bits | bit)
+        tl.store(row[6] + token, tl.where((seen & bit) != 0, seen_before, 0) + 1)
+        tl.store(row[5] + (token >> 5), seen | bit)

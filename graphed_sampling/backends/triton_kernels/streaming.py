@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +21,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     TILE,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
+    _fast_exp2,
     _store_f32,
     _z,
 )
@@ -30,22 +30,6 @@ from graphed_sampling.backends.triton_kernels.rows import (
     _row,
     _wishes,
 )
-
-
-@triton.jit
-def _exp2_ftz(z):
-    # ex2.approx by itself costs two more instructions, which save results below 2**-126.
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _exp2_any(z):
-    return tl.exp2(z)
-
-
-_fast_exp2 = _exp2_any if triton.knobs.runtime.interpret or torch.version.hip else _exp2_ftz
 
 
 @triton.jit
@@ -94,14 +78,6 @@ def _tile(logits, first, vocab):
     return x
 
 
-_INTEGERS = (
-    "stride", "bitmask_stride", "scratch_32", "mode", "vocab_units", "tiles", "groups_64",
-    "max_requests", "params_words", "state_words", "bias_ids", "bias_values", "bans_at",
-    "prompt_bits", "output_bits", "counts_at",
-)  # fmt: skip
-_POINTERS = ("logits", "slots", "all_params", "state", "tables", "bitmask", "given")
-
-
 @triton.jit
 def _store_statistics(at, groups, x, y, split, both, wants_sum, wants_moment, scale, mask):
     """The statistics of groups [G, 64] of sanitised x and processed y; at: [G], of the maxima."""
@@ -148,12 +124,24 @@ def _stream_checked(row, first, vocab, at, groups, wants_sum, wants_moment, scal
 
 # Integers are never compiled in, and callers' tensors may be aligned as they like: a step must not
 # find that a kernel has yet to be compiled.
-@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_POINTERS)
+INTEGERS = (
+    "stride", "bitmask_stride", "scratch_32", "mode", "vocab_units", "groups_64", "params_words",
+    "state_words", "output_words", "bias_ids", "bias_values", "stop_ids", "given_ids",
+    "max_logprobs", "max_logprob_ids", "recent_tokens", "bans_at", "plan_at", "candidates_at",
+    "prompt_bits", "output_bits", "counts_at", "penalties",
+)  # fmt: skip
+POINTERS = (
+    "logits", "slots", "all_params", "state", "tables", "bitmask", "words", "given", "output",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=(*INTEGERS, "max_requests"), do_not_specialize_on_alignment=POINTERS)
 def stream(
-    logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, given, scratch,
-    scratch_32, mode, vocab_units, groups_64, max_requests, params_words, state_words,
-    bias_ids, bias_values, bans_at, prompt_bits, output_bits, counts_at,
-    UNIT: tl.constexpr, PDL: tl.constexpr,
+    logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
+    scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
+    bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+    bans_at, plan_at, candidates_at, prompt_bits, output_bits, counts_at, penalties, max_requests,
+    SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row: its groups' maxima and sums. Grid: rows, tiles.
 
@@ -169,8 +157,6 @@ def stream(
     groups = groups_64 * 64
     scratch_words = scratch_32 * 32
     vocab = vocab_units * UNIT
-    if (tl.program_id(0) == 0) & (first == 0):
-        tl.store(scratch + tl.num_programs(0).to(tl.int64) * scratch_words, 0)
     given_slot = tl.load(slots + index)
     if (given_slot >= 0) & (given_slot < max_requests):
         slot = given_slot.to(tl.int64)

@@ -24,7 +24,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_TYPICAL,
     P_WIDE_SCALE,
     ROUND,
-    TILE,
+    ROW_TILE,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _exp2,
@@ -48,8 +48,8 @@ from graphed_sampling.backends.triton_kernels.rows import (
 
 
 @triton.jit
-def _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback):
-    ids = tile * TILE + tl.arange(0, TILE)
+def _tile_y(row, first, vocab, num_bias, num_bans, special, fallback):
+    ids = first + tl.arange(0, ROW_TILE)
     inside = ids < vocab
     y = _processed(_sanitised(row[0], ids, inside), ids, inside, row, num_bias, num_bans)
     return _special(y, ids, special, fallback), ids
@@ -57,14 +57,14 @@ def _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback):
 
 @triton.jit(noinline=True)
 def _row_sums(
-    row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale, key
+    row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale, key
 ):
     """Of the survivors with a key >= key: number, mass, and sum of mass * z; z is from highest."""
     number = 0
     mass = tl.full((), 0, tl.int64)
     moment = tl.full((), 0, tl.int64)
-    for tile in range(tiles):
-        y, ids = _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback)
+    for first in range(0, vocab, ROW_TILE):
+        y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
         kept = _survives(y, ids, highest, lowest, lowest_id) & (_key(y).to(tl.int64) >= key)
         z = tl.where(kept, (y.to(tl.float64) - highest.to(tl.float64)) * scale, 0.0)
         q = tl.where(kept, _masses(_exp2(z)), 0)
@@ -76,7 +76,7 @@ def _row_sums(
 
 @triton.jit(noinline=True)
 def _row_cut(
-    row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
+    row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
     target, by_count,
 ):  # fmt: skip
     """`_cut` over a row: the new lowest, lowest_id."""
@@ -87,14 +87,14 @@ def _row_cut(
     while high - low > 1:
         middle = low + (high - low) // 2
         number, mass, _ = _row_sums(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, middle,
         )  # fmt: skip
         reached = tl.where(by_count, number.to(tl.int64), mass) >= target
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
     number, mass, _ = _row_sums(
-        row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+        row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
         scale, low + 1,
     )  # fmt: skip
     cut = _from_key(low.to(tl.int32))
@@ -103,8 +103,8 @@ def _row_cut(
     ties = (target - tl.where(by_count, number.to(tl.int64), mass) + each - 1) // each
     seen = tl.full((), 0, tl.int64)
     cut_id = -1
-    for tile in range(tiles):
-        y, ids = _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback)
+    for first in range(0, vocab, ROW_TILE):
+        y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
         tie = _survives(y, ids, highest, lowest, lowest_id) & (y == cut)
         position = seen + tl.cumsum(tie.to(tl.int64), 0)
         cut_id = tl.maximum(cut_id, tl.max(tl.where(tie & (position <= ties), ids, -1)))
@@ -113,26 +113,26 @@ def _row_cut(
 
 
 @triton.jit(noinline=True)
-def _sigma_bound(row, tiles, vocab, num_bias, num_bans, largest, n):
+def _sigma_bound(row, vocab, num_bias, num_bans, largest, n):
     """float64: y_max - n standard deviations of the unbanned y."""
     number = 0
     smallest = tl.full((), INF, tl.float32)
-    for tile in range(tiles):
-        y, _ = _tile_y(row, tile, vocab, num_bias, num_bans, NORMAL, 0)
+    for first in range(0, vocab, ROW_TILE):
+        y, _ = _tile_y(row, first, vocab, num_bias, num_bans, NORMAL, 0)
         number += tl.sum((y > NEG_INF).to(tl.int32))
         smallest = tl.minimum(smallest, tl.min(tl.where(y > NEG_INF, y, INF)))
     wide = largest.to(tl.float64)
     spread = tl.maximum(wide - smallest.to(tl.float64), 2.2250738585072014e-308)
     number = number.to(tl.float64) * ONE
     moment = tl.full((), 0, tl.int64)
-    for tile in range(tiles):
-        y, _ = _tile_y(row, tile, vocab, num_bias, num_bans, NORMAL, 0)
+    for first in range(0, vocab, ROW_TILE):
+        y, _ = _tile_y(row, first, vocab, num_bias, num_bans, NORMAL, 0)
         distance = (wide - y.to(tl.float64)) / spread
         moment += tl.sum(_masses(tl.where(y > NEG_INF, distance, 0.0)))
     mean = moment.to(tl.float64) / number
     square = tl.full((), 0, tl.int64)
-    for tile in range(tiles):
-        y, _ = _tile_y(row, tile, vocab, num_bias, num_bans, NORMAL, 0)
+    for first in range(0, vocab, ROW_TILE):
+        y, _ = _tile_y(row, first, vocab, num_bias, num_bans, NORMAL, 0)
         distance = tl.where(y > NEG_INF, (wide - y.to(tl.float64)) / spread, mean) - mean
         square += tl.sum(_masses(distance * distance))
     return wide - n.to(tl.float64) * (tl.sqrt(square.to(tl.float64) / number) * spread)
@@ -140,12 +140,12 @@ def _sigma_bound(row, tiles, vocab, num_bias, num_bans, largest, n):
 
 @triton.jit(noinline=True)
 def _row_typical(
-    row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
+    row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
     typical,
 ):  # fmt: skip
     """`typical_p` over a row: the new highest, lowest, lowest_id."""
     _, total, moment = _row_sums(
-        row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+        row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
         scale, -0x80000000,
     )  # fmt: skip
     mean = moment.to(tl.float64) / total.to(tl.float64)
@@ -158,8 +158,8 @@ def _row_typical(
         middle = low + (high - low) // 2
         reach = middle.to(tl.float64, bitcast=True)
         mass = tl.full((), 0, tl.int64)
-        for tile in range(tiles):
-            y, ids = _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback)
+        for first in range(0, vocab, ROW_TILE):
+            y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
             kept = _survives(y, ids, highest, lowest, lowest_id)
             z = tl.where(kept, (y.to(tl.float64) - highest.to(tl.float64)) * scale, 0.0)
             kept = kept & (tl.abs(mean - z) <= reach)
@@ -170,8 +170,8 @@ def _row_typical(
     reach = high.to(tl.float64, bitcast=True)
     new_highest = tl.full((), NEG_INF, tl.float32)
     new_lowest = tl.full((), INF, tl.float32)
-    for tile in range(tiles):
-        y, ids = _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback)
+    for first in range(0, vocab, ROW_TILE):
+        y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
         kept = _survives(y, ids, highest, lowest, lowest_id)
         z = tl.where(kept, (y.to(tl.float64) - highest.to(tl.float64)) * scale, 0.0)
         kept = kept & (tl.abs(mean - z) <= reach)
@@ -182,13 +182,13 @@ def _row_typical(
 
 @triton.jit(noinline=True)
 def _lowest_reaching(
-    row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
+    row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
     bound,
 ):  # fmt: skip
     """The cut that leaves survivors with a weight >= bound, and the largest: lowest, lowest_id."""
     new_lowest = highest
-    for tile in range(tiles):
-        y, ids = _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback)
+    for first in range(0, vocab, ROW_TILE):
+        y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
         kept = _survives(y, ids, highest, lowest, lowest_id)
         z = tl.where(kept, (y.to(tl.float64) - highest.to(tl.float64)) * scale, 0.0)
         kept = kept & (_exp2(z) >= bound)
@@ -198,30 +198,30 @@ def _lowest_reaching(
 
 @triton.jit(noinline=True)
 def _draw_from_row(
-    row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
+    row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
     word, total,
 ):  # fmt: skip
     """The token at which the survivors' masses, ids ascending, exceed the word's position."""
     position = _mulhi(word, total)
     before = tl.full((), 0, tl.int64)
     token = 0
-    tile = 0
+    first = 0
     found = 0
-    while (tile < tiles) & (found == 0):
-        y, ids = _tile_y(row, tile, vocab, num_bias, num_bans, special, fallback)
+    while (first < vocab) & (found == 0):
+        y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
         kept = _survives(y, ids, highest, lowest, lowest_id)
         z = tl.where(kept, (y.to(tl.float64) - highest.to(tl.float64)) * scale, 0.0)
         q = tl.where(kept, _masses(_exp2(z)), 0)
         cumulative = before + tl.cumsum(q, 0)
-        token = tile * TILE + tl.sum((cumulative <= position).to(tl.int32))
+        token = first + tl.sum((cumulative <= position).to(tl.int32))
         before += tl.sum(q)
         found = (before > position).to(tl.int32)
-        tile += 1
+        first += ROW_TILE
     return token
 
 
 @triton.jit
-def _dense_row(row, params, tiles, vocab, num_bias, num_bans, special, fallback, largest, word):
+def _dense_row(row, params, vocab, num_bias, num_bans, special, fallback, largest, word):
     """All filters over a row, and the draw: (token, highest, lowest, lowest_id, total, num_kept).
 
     largest: of y, after `_special`.
@@ -233,12 +233,12 @@ def _dense_row(row, params, tiles, vocab, num_bias, num_bans, special, fallback,
     lowest_id = vocab
     if (flags & F_GREEDY) != 0:
         lowest, lowest_id = _row_cut(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, tl.full((), 1, tl.int64), True,
         )  # fmt: skip
     sigma = _f32(params + P_SIGMA)
     if (sigma > 0) & (special == NORMAL):
-        bound = _sigma_bound(row, tiles, vocab, num_bias, num_bans, largest, sigma)
+        bound = _sigma_bound(row, vocab, num_bias, num_bans, largest, sigma)
         lowest = tl.maximum(lowest, tl.minimum(_round_up(bound), largest))
     if _f32(params + P_MIN_P) > 0:
         offset = _i64(params + P_MIN_P_OFFSET).to(tl.float64, bitcast=True)
@@ -246,59 +246,59 @@ def _dense_row(row, params, tiles, vocab, num_bias, num_bans, special, fallback,
     top_k = tl.load(params + P_TOP_K)
     if top_k > 0:
         number, _, _ = _row_sums(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, -0x80000000,
         )  # fmt: skip
         if number > top_k:
             lowest, lowest_id = _row_cut(
-                row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest,
+                row, vocab, num_bias, num_bans, special, fallback, highest, lowest,
                 lowest_id, scale, top_k.to(tl.int64), True,
             )  # fmt: skip
     top_p = _f32(params + P_TOP_P)
     if top_p < 1:
         _, total, _ = _row_sums(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, -0x80000000,
         )  # fmt: skip
         lowest, lowest_id = _row_cut(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, _target(top_p, total), False,
         )  # fmt: skip
     typical = _f32(params + P_TYPICAL)
     if typical < 1:
         highest, lowest, lowest_id = _row_typical(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, typical,
         )  # fmt: skip
     epsilon = _f32(params + P_EPSILON)
     if epsilon > 0:
         _, total, _ = _row_sums(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, -0x80000000,
         )  # fmt: skip
         lowest, lowest_id = _lowest_reaching(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, epsilon.to(tl.float64) * (total.to(tl.float64) / ONE),
         )  # fmt: skip
     eta = _f32(params + P_ETA)
     if eta > 0:
         _, total, moment = _row_sums(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, -0x80000000,
         )  # fmt: skip
         mean = moment.to(tl.float64) / total.to(tl.float64)
         wide = eta.to(tl.float64)
         bound = tl.minimum(wide * (total.to(tl.float64) / ONE), tl.sqrt(wide) * _exp2(mean))
         lowest, lowest_id = _lowest_reaching(
-            row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, bound,
         )  # fmt: skip
     num_kept, total, _ = _row_sums(
-        row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+        row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
         scale, -0x80000000,
     )  # fmt: skip
     token = _draw_from_row(
-        row, tiles, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+        row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
         scale, word, total,
     )  # fmt: skip
     return token, highest, lowest, lowest_id, total, num_kept
@@ -309,8 +309,8 @@ def _fallback_id(grammar, checks, vocab):
     """The lowest id that the grammar bitmask allows; 0 without one, or if it allows none."""
     lowest = vocab
     if (checks & CHECK_GRAMMAR) != 0:
-        for first in range(0, vocab, TILE):
-            ids = first + tl.arange(0, TILE)
+        for first in range(0, vocab, ROW_TILE):
+            ids = first + tl.arange(0, ROW_TILE)
             allowed = _bits(grammar, ids, ids < vocab, None, vocab) != 0
             lowest = tl.minimum(lowest, tl.min(tl.where(allowed, ids, vocab)))
     return tl.where(lowest == vocab, 0, lowest)
