@@ -41,6 +41,8 @@ SHORT: Final = 64
 """Candidates of the lists that most rows have."""
 BRACKETED: Final = 16384
 """Tokens around the cut of a flat row that its list holds."""
+BINS: Final = 1024
+"""Parts of the bracket around the cut of a flat row, whose masses are added up."""
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 """Bits of `mode`: which optional inputs there are."""
 
@@ -120,6 +122,7 @@ class _Scratch:
     plan: int
     candidates: int
     bracket: int
+    bins: int
     bans: int
     words: int
 
@@ -134,10 +137,11 @@ def _scratch(layout: TableLayout) -> _Scratch:
     candidates = plan + 16
     bracket = candidates + 2 * LISTED
     # Rows of smaller vocabularies never need a bracket.
-    bans = bracket + (2 * BRACKETED if layout.vocab_size >= BRACKETED else 0)
+    bins = bracket + (2 * BRACKETED if layout.vocab_size >= BRACKETED else 0)
+    bans = bins + (2 * BINS if layout.vocab_size >= BRACKETED else 0)
     words = bans + layout.max_stop_ids + layout.max_bad_words
     words += -words % 32
-    return _Scratch(groups, super_groups, masses, plan, candidates, bracket, bans, words)
+    return _Scratch(groups, super_groups, masses, plan, candidates, bracket, bins, bans, words)
 
 
 def scratch_words(layout: TableLayout, rows: int) -> int:
@@ -212,7 +216,7 @@ def _launches(
         layout.vocab_size // a.unit, at.groups // 64, layout.params_words, layout.state_words,
         layout.output_words, layout.bias_ids, layout.bias_values, layout.stop_ids,
         layout.given_ids, layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens,
-        at.bans, at.plan, at.candidates, *penalties, layout.penalties,
+        at.bans, at.plan, at.candidates, at.bins, *penalties, layout.penalties,
     )  # fmt: skip
     yield launch(
         kernels.stream,

@@ -26,8 +26,10 @@ ROW_TILE = _constant(host.ROW_TILE)
 GROUPS_OF_TILE = _constant(host.TILE // host.GROUP)
 LISTED = _constant(host.LISTED)
 BRACKETED = _constant(host.BRACKETED)
+BINS = _constant(host.BINS)
 SUPERS = _constant(host.SUPERS)
 SHORT = _constant(host.SHORT)
+MIDDLE = _constant(128)
 LONGER = _constant(256)  # the longest list that `finish` works on
 BATCH = _constant(32)  # groups that are read again at a time
 FEW = _constant(8)  # the same where more is to be worked out
@@ -61,13 +63,15 @@ DONE, BY_ROW, BY_LIST, BY_BRACKET, BY_SIGMA = (_constant(i) for i in range(5))
 
 # Words of a plan: what `finish` found out, the bracket of a flat row's cut, and what
 # `dense` counts there.
-PLAN_BANS, PLAN_NAN, PLAN_COUNT, PLAN_LOW, PLAN_HIGH, PLAN_LISTED, PLAN_ABOVE = (
-    _constant(i) for i in range(7)
+PLAN_BANS, PLAN_NAN, PLAN_COUNT, PLAN_LOW, PLAN_HIGH, PLAN_BINS, PLAN_LISTED, PLAN_ABOVE = (
+    _constant(i) for i in range(8)
 )
+
+PLAN_LARGEST = PLAN_COUNT  # of a flat row, whose list is another
 
 # How many tiles of a flat row `dense` is through with; and, in the first row's plan, how many tiles
 # and rows its programs have taken.
-PLAN_COLLECTED, PLAN_TILES_TAKEN, PLAN_ROWS_TAKEN = (_constant(i) for i in range(7, 10))
+PLAN_COLLECTED, PLAN_TILES_TAKEN, PLAN_ROWS_TAKEN = (_constant(i) for i in range(8, 11))
 
 # What a row's processing has to look at.
 CHECK_GRAMMAR, CHECK_ALLOWED, CHECK_PENALTIES = _constant(1), _constant(2), _constant(4)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
+    BINS,
     BRACKETED,
     BY_BRACKET,
     BY_LIST,
@@ -33,9 +34,11 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_WIDE_SCALE,
     PLAN_ABOVE,
     PLAN_BANS,
+    PLAN_BINS,
     PLAN_COLLECTED,
     PLAN_COUNT,
     PLAN_HIGH,
+    PLAN_LARGEST,
     PLAN_LISTED,
     PLAN_LOW,
     PLAN_NAN,
@@ -100,8 +103,19 @@ from graphed_sampling.backends.triton_kernels.whole_row import (
 )
 
 
+@triton.jit
+def _bracket_masses(y, largest, scale):
+    return (tl.exp2(_z(y, largest, scale)) * ONE).to(tl.int64)
+
+
+@triton.jit
+def _bin(y, low, bins):
+    """The part of the bracket that y lies in. Never falls as y rises."""
+    return tl.minimum(tl.maximum(((y - low) * bins).to(tl.int32), 0), BINS - 1)
+
+
 @triton.jit(noinline=True)
-def _collect(row, plan, scratch, first, bracket_at, groups):
+def _collect(row, plan, scratch, first, bracket_at, bins_at, groups):
     """A second pass over a tile of a flat row: of each group, the sum of what is above the
     bracket; and the tokens inside the bracket."""
     params, vocab = row[1], row[11]
@@ -112,6 +126,7 @@ def _collect(row, plan, scratch, first, bracket_at, groups):
     y = _sanitised(row[0], ids, inside)
     if (row[7] != 0) | (num_bias + num_bans > 0):
         y = _processed(y, ids, inside, row, num_bias, num_bans)
+    largest = _f32(plan + PLAN_LARGEST)
     low = _f32(plan + PLAN_LOW)
     high = _f32(plan + PLAN_HIGH)
     tile_groups: tl.constexpr = ROW_TILE // GROUP
@@ -131,11 +146,10 @@ def _collect(row, plan, scratch, first, bracket_at, groups):
         list_y = scratch + bracket_at
         _store_f32(list_y + position, y, mask=store)
         tl.store(list_y + BRACKETED + position, ids, mask=store)
-
-
-@triton.jit
-def _bracket_masses(y, largest, scale):
-    return (tl.exp2(_z(y, largest, scale)) * ONE).to(tl.int64)
+        mass = _bracket_masses(y, largest, _f32(params + P_SCALE))
+        bins = (scratch + bins_at).to(tl.pointer_type(tl.int64))
+        bin_ = _bin(y, low, _f32(plan + PLAN_BINS))
+        tl.atomic_add(bins + bin_, mass, mask=listed != 0, sem="relaxed")
 
 
 @triton.jit
@@ -284,11 +298,24 @@ def _draw_from_masses(
 
 
 @triton.jit
+def _add_survivors(masses, list_y, list_ids, count, lowest, lowest_id, largest, scale):
+    """Add the masses of a list's survivors to those of their groups."""
+    for first in range(0, count, ROW_TILE):
+        i = first + tl.arange(0, ROW_TILE)
+        y = _floats(list_y, i, i < count)
+        ids = tl.load(list_ids + i, mask=i < count, other=0)
+        survives = (i < count) & ((y > lowest) | ((y == lowest) & (ids <= lowest_id)))
+        # Integers: the order of the additions decides nothing.
+        mass = _bracket_masses(y, largest, scale)
+        tl.atomic_add(masses + (ids >> 6), mass, mask=survives, sem="relaxed")
+
+
+@triton.jit(noinline=True)
 def _from_bracket(
-    row, params, scratch, plan, bracket_at, masses_at, groups, vocab, num_bias, num_bans, largest,
-    word, SUPER: tl.constexpr,
+    row, params, scratch, plan, candidates_at, bracket_at, bins_at, masses_at, groups, vocab,
+    num_bias, num_bans, largest, word, SUPER: tl.constexpr,
 ):  # fmt: skip
-    """top_p and the draw of a flat row that `collect` went over.
+    """top_p and the draw of a flat row that was collected.
 
     Returns (complete, token, lowest, lowest_id, total, num_kept); complete is 0 where the bracket
     does not hold the cut.
@@ -310,40 +337,60 @@ def _from_bracket(
         tl.store(masses + i, of_group, mask=i < groups)
         above += of_group
     tl.debug_barrier()
-    above_mass = tl.sum(above)
+    bin_ = tl.arange(0, BINS)
+    bins = (scratch + bins_at).to(tl.pointer_type(tl.int64))
+    # Atomic additions went past the nearest cache, and so does this load.
+    in_bins = tl.load(bins + bin_, cache_modifier=".cg")
+    left = target - tl.sum(above) - tl.sum(in_bins)
+    # Of the bins from the top, the first with which the target is reached.
+    up_to = tl.cumsum(in_bins, 0)
+    cut_bin = tl.sum((left + up_to - in_bins <= 0).to(tl.int32)) - 1
+    left += tl.sum(tl.where(bin_ <= cut_bin, in_bins, 0))
     count = tl.load(plan + PLAN_LISTED)
     low = _f32(plan + PLAN_LOW)
-    high = _f32(plan + PLAN_HIGH)
+    factor = _f32(plan + PLAN_BINS)
     list_y = scratch + bracket_at
     list_ids = list_y + BRACKETED
+    cut_y = scratch + candidates_at
+    cut_ids = cut_y + LISTED
     complete = 0
     token = 0
     lowest = low
     lowest_id = vocab
     total = tl.full((), 1, tl.int64)
     num_kept = 0
-    if (count > 0) & (count <= BRACKETED) & (above_mass < target):
-        lowest, lowest_id, kept = _bracket_cut(
-            list_y, list_ids, count, low, high, largest, scale, target - above_mass, vocab
-        )
-        if kept > 0:
-            complete = 1
-            num_kept = tl.load(plan + PLAN_ABOVE) + kept
-            for first in range(0, count, ROW_TILE):
-                i = first + tl.arange(0, ROW_TILE)
-                y = _floats(list_y, i, i < count)
-                ids = tl.load(list_ids + i, mask=i < count, other=0)
-                survives = (i < count) & ((y > lowest) | ((y == lowest) & (ids <= lowest_id)))
-                # Integers: the order of the additions decides nothing.
-                tl.atomic_add(
-                    masses + (ids >> 6), _bracket_masses(y, largest, scale), mask=survives,
-                    sem="relaxed",
+    if (count > 0) & (count <= BRACKETED) & (tl.sum(above) < target) & (cut_bin >= 0):
+        number = tl.load(plan + PLAN_ABOVE)
+        in_cut = 0
+        for first in range(0, count, ROW_TILE):
+            i = first + tl.arange(0, ROW_TILE)
+            y = _floats(list_y, i, i < count)
+            ids = tl.load(list_ids + i, mask=i < count, other=0)
+            where = _bin(y, low, factor)
+            higher = (i < count) & (where > cut_bin)
+            number += tl.sum(higher.to(tl.int32))
+            mass = _bracket_masses(y, largest, scale)
+            tl.atomic_add(masses + (ids >> 6), mass, mask=higher, sem="relaxed")
+            here = ((i < count) & (where == cut_bin)).to(tl.int32)
+            position = in_cut + tl.cumsum(here, 0) - 1
+            store = (here != 0) & (position < LISTED)
+            _store_f32(cut_y + position, y, mask=store)
+            tl.store(cut_ids + position, ids, mask=store)
+            in_cut += tl.sum(here)
+        tl.debug_barrier()
+        if in_cut <= LISTED:
+            lowest, lowest_id, kept = _bracket_cut(
+                cut_y, cut_ids, in_cut, low, _f32(plan + PLAN_HIGH), largest, scale, left, vocab
+            )
+            if kept > 0:
+                complete = 1
+                num_kept = number + kept
+                _add_survivors(masses, cut_y, cut_ids, in_cut, lowest, lowest_id, largest, scale)
+                tl.debug_barrier()
+                token, total = _draw_from_masses(
+                    row, scratch, masses, groups, lowest, lowest_id, wide_scale, word, vocab,
+                    num_bias, num_bans,
                 )  # fmt: skip
-            tl.debug_barrier()
-            token, total = _draw_from_masses(
-                row, scratch, masses, groups, lowest, lowest_id, wide_scale, word, vocab,
-                num_bias, num_bans,
-            )  # fmt: skip
     return complete, token, lowest, lowest_id, total, num_kept
 
 
@@ -381,7 +428,7 @@ def _after_sigma(
     if count <= LISTED:
         complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
             list_y, list_ids, count, largest, scale, params, tl.load(params + P_TOP_K), False,
-            nothing, mean, z_bound, word, LISTED,
+            nothing, mean, z_bound, word, LISTED, True,
         )  # fmt: skip
     return complete, token, highest, lowest, lowest_id, total, num_kept
 
@@ -389,8 +436,8 @@ def _after_sigma(
 @triton.jit
 def _dense(
     row, state, words, given, index, out, scratch, plan, kind, flags, mode, groups, stop_ids,
-    given_ids, max_logprobs, max_logprob_ids, recent_tokens, candidates_at, bracket_at, masses_at,
-    penalties, SUPER: tl.constexpr,
+    given_ids, max_logprobs, max_logprob_ids, recent_tokens, candidates_at, bracket_at, bins_at,
+    masses_at, penalties, SUPER: tl.constexpr,
 ):  # fmt: skip
     """All that `finish` left of a row."""
     params, vocab = row[1], row[11]
@@ -437,7 +484,7 @@ def _dense(
         complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
             list_y, list_y + LISTED, tl.load(plan + PLAN_COUNT), largest, scale, params,
             tl.load(params + P_TOP_K), (flags & F_TOTAL) != 0, stats_total, mean, z_bound, word,
-            LISTED,
+            LISTED, True,
         )  # fmt: skip
     elif kind == BY_SIGMA:
         complete, token, highest, lowest, lowest_id, total, num_kept = _after_sigma(
@@ -446,8 +493,8 @@ def _dense(
         )  # fmt: skip
     elif kind == BY_BRACKET:
         complete, token, lowest, lowest_id, total, num_kept = _from_bracket(
-            row, params, scratch, plan, bracket_at, masses_at, groups, vocab, num_bias, num_bans,
-            largest, word, SUPER,
+            row, params, scratch, plan, candidates_at, bracket_at, bins_at, masses_at, groups,
+            vocab, num_bias, num_bans, largest, word, SUPER,
         )  # fmt: skip
         later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
         if later | (_f32(params + P_ETA) > 0):
@@ -499,8 +546,8 @@ def dense(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
     bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
-    bans_at, plan_at, candidates_at, prompt_bits, output_bits, counts_at, penalties, bracket_at,
-    masses_at, rows, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
+    bracket_at, masses_at, rows, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The rows that `finish` left. Grid: any; programs take tiles of flat rows until none is left,
     then rows.
@@ -538,7 +585,9 @@ def dense(
                     bans_at, prompt_bits, output_bits, counts_at,
                 )  # fmt: skip
                 plan = row_scratch + plan_at
-                _collect(row, plan, row_scratch, item % tiles * ROW_TILE, bracket_at, groups)
+                _collect(
+                    row, plan, row_scratch, item % tiles * ROW_TILE, bracket_at, bins_at, groups
+                )
                 tl.debug_barrier()
                 tl.atomic_add(plan + PLAN_COLLECTED, 1, sem="release")
         item = 0
@@ -565,5 +614,5 @@ def dense(
                     row, state + slot * state_words, words, given, index,
                     output + index * output_words, row_scratch, plan, kind, flags, mode, groups,
                     stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
-                    candidates_at, bracket_at, masses_at, penalties, SUPER,
+                    candidates_at, bracket_at, bins_at, masses_at, penalties, SUPER,
                 )  # fmt: skip

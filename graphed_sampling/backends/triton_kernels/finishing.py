@@ -7,6 +7,7 @@ import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
     BATCH,
+    BINS,
     BRACKETED,
     BY_BRACKET,
     BY_LIST,
@@ -29,6 +30,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     LONGER,
     MAX_GROUPS_READ,
     MAX_LISTED_TOP_K,
+    MIDDLE,
     MOMENTS,
     NEG_INF,
     NORMAL,
@@ -50,9 +52,11 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_WIDE_SCALE,
     PLAN_ABOVE,
     PLAN_BANS,
+    PLAN_BINS,
     PLAN_COLLECTED,
     PLAN_COUNT,
     PLAN_HIGH,
+    PLAN_LARGEST,
     PLAN_LISTED,
     PLAN_LOW,
     PLAN_NAN,
@@ -329,10 +333,16 @@ def _select(
                     mean, z_bound, word, SHORT, False,
                 )  # fmt: skip
                 kind = tl.where(complete != 0, DONE, BY_ROW)
+            elif (count <= MIDDLE) & (later == 0):
+                complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
+                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
+                    mean, z_bound, word, MIDDLE, False,
+                )  # fmt: skip
+                kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LONGER:
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
                     list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
-                    mean, z_bound, word, LONGER,
+                    mean, z_bound, word, LONGER, True,
                 )  # fmt: skip
                 kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LISTED:
@@ -373,12 +383,6 @@ def _bracket(
     masses = _super_masses(maxima, sums, groups, largest, narrow_scale, SUPER)
     budget = tl.sum(masses).to(tl.float32) * (share / ONE)
     ratio = (vocab // 64).to(tl.float32) / 32.0
-    low_z = tl.log2(budget / vocab.to(tl.float32))
-    upper = tl.full((), 0.0, tl.float32)
-    lower = low_z
-    center = low_z
-    found_low = low_z
-    found_high = upper
     i = tl.arange(0, 2048)
     if (row[7] != 0) | (num_bias + num_bans > 0):
         _store_sample(row, list_y, vocab, num_bias, num_bans)
@@ -388,35 +392,41 @@ def _bracket(
         y = _sanitised(row[0], ids, ids < vocab)
     y_z = tl.maximum(_z(y, largest, narrow_scale), -1000.0)
     weights = tl.exp2(y_z)
-    for step in range(14):
-        # 6 steps to the middle of the bracket, then 4 to each of its ends.
-        z = 0.5 * (lower + upper)
-        below = tl.sum(tl.where(y_z < z, weights, 0.0)) * ratio
-        error = 5.0 * tl.sqrt(ratio * tl.exp2(z) * below)
-        fits = tl.where(step < 6, below, tl.where(step < 10, below + error, below - error))
-        fits_budget = fits <= budget
-        lower = tl.where(fits_budget, z, lower)
-        upper = tl.where(fits_budget, upper, z)
+    start = tl.log2(budget / vocab.to(tl.float32))
+    low = start
+    high = tl.full((), 0.0, tl.float32)
+    center = low
+    found_low = low
+    which = (tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :] + 1).to(tl.float32)
+    for step in range(8):
+        # 4 steps to the middle of the bracket, then 2 to each of its ends.
+        part = 0.2 * (high - low)
+        below0 = tl.where(y_z < low + part, weights, 0.0)
+        below1 = tl.where(y_z < low + part * 2.0, weights, 0.0)
+        below2 = tl.where(y_z < low + part * 3.0, weights, 0.0)
+        below3 = tl.where(y_z < low + part * 4.0, weights, 0.0)
+        below = tl.sum(tl.join(tl.join(below0, below1), tl.join(below2, below3)), 0) * ratio
+        error = 5.0 * tl.sqrt(ratio * tl.exp2(low + part * which) * below)
+        below += tl.where(step < 4, 0.0, tl.where(step < 6, error, -error))
+        number = tl.sum(tl.sum((below <= budget).to(tl.int32), 1)).to(tl.float32)
+        high = tl.where(number < 4, low + part * (number + 1.0), high)
+        low = low + part * number
+        if step == 3:
+            center = low
+            low = center - 1.5
+            high = center + part
         if step == 5:
-            center = z
-            lower = center - 1.5
-            upper = center
-        if step == 9:
-            found_low = lower
-            lower = center
-            upper = tl.minimum(center + 1.5, 0.0)
-        if step == 13:
-            found_high = upper
-    low = largest + found_low / narrow_scale
-    high = largest + found_high / narrow_scale
-    return low, high
+            found_low = low
+            low = center
+            high = tl.minimum(center + 1.5, 0.0)
+    return largest + found_low / narrow_scale, largest + high / narrow_scale
 
 
 @triton.jit
 def _finish_row(
     row, state, word, index, out, scratch, plan, flags, groups, stop_ids,
     bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at,
-    candidates_at, penalties, SUPER: tl.constexpr,
+    candidates_at, bins_at, penalties, SUPER: tl.constexpr,
 ):  # fmt: skip
     """From a row's statistics to its token and its next state, or to a plan for `dense`: what is
     left to be done."""
@@ -492,8 +502,12 @@ def _finish_row(
                 row, scratch, sums, scratch + candidates_at, groups, vocab, num_bias, num_bans,
                 largest, scale, 1.0 - _f32(params + P_TOP_P), SUPER,
             )  # fmt: skip
+            _store_f32(plan + PLAN_LARGEST, largest)
             _store_f32(plan + PLAN_LOW, low)
             _store_f32(plan + PLAN_HIGH, high)
+            _store_f32(plan + PLAN_BINS, BINS / (high - low))
+            bins = (scratch + bins_at).to(tl.pointer_type(tl.int64))
+            tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
             tl.store(plan + PLAN_LISTED, 0)
             tl.store(plan + PLAN_ABOVE, 0)
             tl.store(plan + PLAN_COLLECTED, 0)
@@ -508,8 +522,9 @@ def finish(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
     bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
-    bans_at, plan_at, candidates_at, prompt_bits, output_bits, counts_at, penalties, max_requests,
-    bad_words, bad_word_length, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
+    max_requests, bad_words, bad_word_length, SUPER: tl.constexpr, UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program: from its groups' statistics to its token and its next state.
 
@@ -555,6 +570,6 @@ def finish(
         kind = _finish_row(
             row, row_state, word, index, out, row_scratch, row_scratch + plan_at, flags, groups,
             stop_ids, bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids,
-            recent_tokens, bans_at, candidates_at, penalties, SUPER,
+            recent_tokens, bans_at, candidates_at, bins_at, penalties, SUPER,
         )  # fmt: skip
         tl.store(kinds + index, kind)

@@ -139,6 +139,15 @@ def _mean(maxima, sums, moments, groups, largest, scale, total):
 
 
 @triton.jit
+def _between(low, high, part, by_bits):
+    """A bound at `part` of the way from low to high: by value, or by the floats' bits."""
+    low_key = _key(low).to(tl.int64)
+    reach = ((_key(high) - low_key).to(tl.float32) * part).to(tl.int64)
+    by_key = _from_key((low_key + reach).to(tl.int32))
+    return tl.where(by_bits, by_key, low * (1.0 - part) + high * part)
+
+
+@triton.jit
 def _numbers_above(values, count, bound0, bound1, bound2, LOADED: tl.constexpr):
     """How many of the values reach each of three bounds. They are a block [SUPERS], LOADED, or
     `count` of them in memory."""
@@ -166,15 +175,6 @@ def _numbers_above(values, count, bound0, bound1, bound2, LOADED: tl.constexpr):
 
 
 @triton.jit
-def _between(low, high, part, by_bits):
-    """A bound at `part` of the way from low to high: by value, or by the floats' bits."""
-    low_key = _key(low).to(tl.int64)
-    reach = ((_key(high) - low_key).to(tl.float32) * part).to(tl.int64)
-    by_key = _from_key((low_key + reach).to(tl.int32))
-    return tl.where(by_bits, by_key, low * (1.0 - part) + high * part)
-
-
-@triton.jit
 def _search_top_bound(values, count, smallest, largest, k, LOADED: tl.constexpr):
     low = smallest
     high = largest
@@ -187,12 +187,13 @@ def _search_top_bound(values, count, smallest, largest, k, LOADED: tl.constexpr)
         # k or more reach `low`, fewer reach `high`. Numbers above a bound fall about
         # exponentially: three bounds around where k would be if they did. That gives way to
         # bounds by bits, which end.
-        enough = k + (k >> 4) + 4
+        enough = k + (k >> 3) + 4
+        wanted = tl.log2((k + (k >> 4) + 2).to(tl.float32))
+        log_low = tl.log2(at_low.to(tl.float32))
+        log_high = tl.log2(at_high.to(tl.float32))
         step = 0
         while (at_low > enough) & (_key(high).to(tl.int64) - _key(low) > 1):
-            wanted = (k + (k >> 5) + 2).to(tl.float32)
-            slope = tl.log2(at_low.to(tl.float32) / at_high.to(tl.float32))
-            part = tl.log2(at_low.to(tl.float32) / wanted) / slope
+            part = (log_low - wanted) / (log_low - log_high)
             by_bits = step >= 4
             part = tl.where(by_bits, 0.5, tl.minimum(tl.maximum(part, 0.05), 0.95))
             bound0 = _between(low, high, 0.8 * part, by_bits)
@@ -206,9 +207,10 @@ def _search_top_bound(values, count, smallest, largest, k, LOADED: tl.constexpr)
             at_high = tl.where(
                 in2, at_high, tl.where(in1, number2, tl.where(in0, number1, number0))
             )
-            at_high = tl.maximum(at_high, 1)
             low = tl.where(in2, bound2, tl.where(in1, bound1, tl.where(in0, bound0, low)))
             at_low = tl.where(in2, number2, tl.where(in1, number1, tl.where(in0, number0, at_low)))
+            log_low = tl.log2(at_low.to(tl.float32))
+            log_high = tl.log2(tl.maximum(at_high, 1).to(tl.float32))
             step += 1
     return low
 
@@ -239,19 +241,20 @@ def _top_bound(super_maxima, maxima, groups, largest, k):
 
 
 @triton.jit
-def _reach(z, weight, bound0, bound1, bound2):
-    """What groups' largest tokens weigh that reach each of three bounds."""
-    weight0 = tl.sum(tl.sum(tl.where(z >= bound0, weight, 0.0), 1))
-    weight1 = tl.sum(tl.sum(tl.where(z >= bound1, weight, 0.0), 1))
-    weight2 = tl.sum(tl.sum(tl.where(z >= bound2, weight, 0.0), 1))
-    return weight0, weight1, weight2
-
-
-@triton.jit
 def _largest_weights(maxima, j, groups, largest, scale, SUPER: tl.constexpr):
     g = _part(j, SUPER)
     z = tl.maximum(_z(_floats(maxima, g, g < groups), largest, scale), -1000.0)
     return z, tl.exp2(z)
+
+
+@triton.jit
+def _reach(z, weight, low, part):
+    """What groups' largest tokens weigh, [S, W], that reach each of four bounds: [2, 2]."""
+    weight0 = tl.sum(tl.where(z >= low + part, weight, 0.0), 1)
+    weight1 = tl.sum(tl.where(z >= low + part * 2.0, weight, 0.0), 1)
+    weight2 = tl.sum(tl.where(z >= low + part * 3.0, weight, 0.0), 1)
+    weight3 = tl.sum(tl.where(z >= low + part * 4.0, weight, 0.0), 1)
+    return tl.sum(tl.join(tl.join(weight0, weight1), tl.join(weight2, weight3)), 0)
 
 
 @triton.jit
@@ -269,32 +272,25 @@ def _nucleus_bound(maxima, groups, largest, scale, total, top_p, SUPER: tl.const
     high = tl.full((), 0.0, tl.float32)
     if SUPER <= 8:
         z, weight = _largest_weights(maxima, 0, groups, largest, scale, SUPER)
-    for _step in range(4):
-        part = 0.25 * (high - low)
-        bound0 = low + part
-        bound1 = low + 2.0 * part
-        bound2 = high - part
+    for _step in range(3):
+        part = 0.2 * (high - low)
         if SUPER <= 8:
-            weight0, weight1, weight2 = _reach(z, weight, bound0, bound1, bound2)
+            reached = _reach(z, weight, low, part)
         else:
-            weight0 = 0.0
-            weight1 = 0.0
-            weight2 = 0.0
+            reached = tl.zeros([2, 2], tl.float32)
             for j in range(0, SUPER, 8):
                 z, weight = _largest_weights(maxima, j, groups, largest, scale, SUPER)
-                more0, more1, more2 = _reach(z, weight, bound0, bound1, bound2)
-                weight0 += more0
-                weight1 += more1
-                weight2 += more2
-        in0, in1, in2 = weight0 >= needed, weight1 >= needed, weight2 >= needed
-        high = tl.where(in2, high, tl.where(in1, bound2, tl.where(in0, bound1, bound0)))
-        low = tl.where(in2, bound2, tl.where(in1, bound1, tl.where(in0, bound0, low)))
+                reached += _reach(z, weight, low, part)
+        number = tl.sum(tl.sum((reached >= needed).to(tl.int32), 1)).to(tl.float32)
+        high = tl.where(number < 4, low + part * (number + 1.0), high)
+        low = tl.where(number > 0, low + part * number, low)
     return low, low > start
 
 
 @triton.jit(noinline=True)
 def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
-    """z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
+    """z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total;
+    of flat rows, whose largest tokens of groups weigh little together, a z far below.
 
     What a group holds below z is at most what it holds beside its maximum, and at most 63 * 2**z.
     In units of 2**-30 of the total, less what rounding them down may hide.
@@ -304,7 +300,12 @@ def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
     tokens = (groups * GROUP).to(tl.float32)
     low = tl.minimum(tl.log2(tl.maximum(share * 536870912.0, 1.0) / (tokens * unit)), 0.0)
     high = tl.full((), 0.0, tl.float32)
-    for _step in range(7):
+    of_largest = tl.zeros([SUPERS], tl.float32)
+    for first in range(0, groups, SUPERS):
+        i = first + tl.arange(0, SUPERS)
+        of_largest += tl.exp2(_z(_floats(maxima, i, i < groups), largest, scale))
+    steps = tl.where(tl.sum(of_largest) * unit < (1.0 - share) * 536870912.0, 0, 7)
+    for _step in range(steps):
         middle = 0.5 * (low + high)
         most = tl.minimum(tl.exp2(middle) * 63.0 * unit, 1073741824.0).to(tl.int32) + 1
         outside = tl.zeros([SUPERS], tl.int32)

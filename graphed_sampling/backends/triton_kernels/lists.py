@@ -20,6 +20,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_TOP_P,
     P_TYPICAL,
     ROUND,
+    SHORT,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _listed_tokens,
@@ -200,10 +201,21 @@ def _filter_list(
     complete = 1
 
     if (top_k > 0) | (top_p < 1):
-        if SIZE <= LONGER:
-            # y descending, then ids ascending.
-            order = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - i)
-            order = tl.where(kept, order, NOTHING)
+        # y descending, then ids ascending.
+        order = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - i)
+        order = tl.where(kept, order, NOTHING)
+        if SIZE == SHORT:
+            # What comes before each, and how much it weighs: 8 bits and the rest of an int64.
+            before = tl.where(order[:, None] > order[None, :], ((q << 8) + 1)[:, None], 0)
+            before = tl.sum(before, 0)
+            if top_k > 0:
+                kept = kept & ((before & 0xFF) < top_k)
+            if top_p < 1:
+                inside = tl.sum(tl.where(kept, q, 0))
+                target = _target(top_p, tl.where(from_stats, stats_total, inside))
+                complete = (inside >= target).to(tl.int32)
+                kept = kept & ((before >> 8) < target)
+        elif SIZE <= LONGER:
             cut, complete = _sorted_cut(
                 order, largest, scale, top_k, top_p, from_stats, stats_total
             )
@@ -260,8 +272,13 @@ def _filter_list(
             q = _masses(weights)
 
     q = tl.where(kept, q, 0)
-    total = tl.sum(q)
-    num_kept = tl.sum(kept.to(tl.int32))
+    if SIZE == SHORT:
+        both = tl.sum((q << 8) + kept.to(tl.int64))
+        total = both >> 8
+        num_kept = (both & 0xFF).to(tl.int32)
+    else:
+        total = tl.sum(q)
+        num_kept = tl.sum(kept.to(tl.int32))
     highest = largest
     lowest = largest
     lowest_id = 0
@@ -277,9 +294,9 @@ def _filter_list(
 @triton.jit(noinline=True)
 def _filter_long_list(
     list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
-    stats_mean, z_bound, word, SIZE: tl.constexpr,
+    stats_mean, z_bound, word, SIZE: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     return _filter_list(
         list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
-        stats_mean, z_bound, word, SIZE, True,
+        stats_mean, z_bound, word, SIZE, LATER,
     )  # fmt: skip

@@ -95,23 +95,21 @@ def _write_idle(out, state, admitted, max_logprobs, max_logprob_ids):
     _clear_lists(out, max_logprobs, max_logprob_ids, 0)
 
 
+@triton.jit
+def _clear_part(out, max_logprobs, max_logprob_ids, asked, first):
+    i = first + tl.arange(0, 32)
+    nan = tl.full([32], float("nan"), tl.float32)
+    _store_i64(out + O_LISTS + 2 * i, tl.full([32], -1, tl.int64), mask=i < max_logprobs)
+    empty = tl.where(i < asked, NEG_INF, nan)
+    _store_f32(out + O_LISTS + 2 * max_logprobs + i, empty, mask=i < max_logprobs)
+    _store_f32(out + O_LISTS + 3 * max_logprobs + i, nan, mask=i < max_logprob_ids)
+
+
 @triton.jit(noinline=True)
 def _clear_lists(out, max_logprobs, max_logprob_ids, asked):
     """Top lists with no token in them, -inf as far as they were asked for; given logprobs NaN."""
-    nan = float("nan")
-    for first in range(0, max_logprobs, 32):
-        i = first + tl.arange(0, 32)
-        minus_one = tl.full([32], -1, tl.int64)
-        _store_i64(out + O_LISTS + 2 * i, minus_one, mask=i < max_logprobs)
-        empty = tl.where(i < asked, NEG_INF, nan)
-        _store_f32(out + O_LISTS + 2 * max_logprobs + i, empty, mask=i < max_logprobs)
-    for first in range(0, max_logprob_ids, 32):
-        i = first + tl.arange(0, 32)
-        _store_f32(
-            out + O_LISTS + 3 * max_logprobs + i,
-            tl.full([32], nan, tl.float32),
-            mask=i < max_logprob_ids,
-        )
+    for first in range(0, tl.maximum(max_logprobs, max_logprob_ids), 32):
+        _clear_part(out, max_logprobs, max_logprob_ids, asked, first)
 
 
 @triton.jit
@@ -365,6 +363,7 @@ def _report(
     if penalties:
         seen = tl.load(row[5] + (token >> 5))
         seen_before = tl.load(row[6] + token)
+    older = tl.load(state + S_RECENT + stop - 1, mask=(stop > 0) & (stop < recent_tokens), other=0)
     n = tl.load(params + P_TOP_LOGPROBS)
     num_given = tl.load(params + P_NUM_GIVEN)
 
@@ -398,8 +397,10 @@ def _report(
             x, y, token, processed, raw_largest, raw_log, highest, lowest, lowest_id, scale,
             log_total,
         )  # fmt: skip
-    if max_logprobs + max_logprob_ids > 0:
+    if (max_logprobs > 32) | (max_logprob_ids > 32):
         _clear_lists(out, max_logprobs, max_logprob_ids, n)
+    else:
+        _clear_part(out, max_logprobs, max_logprob_ids, n, 0)
     if num_given > 0:
         tl.debug_barrier()
         _given_logprobs(
@@ -446,8 +447,11 @@ def _report(
     _store_i64(state + S_LAST_TOKEN, wide_token)
     tl.store(state + S_NUM_GENERATED, generated)
     tl.store(state + S_FINISH_REASON, reason)
-    if recent_tokens > 0:
+    if recent_tokens > 32:
         _remember(state, recent_tokens, token)
+    else:
+        older = tl.where(stop == 0, token, older)
+        tl.store(state + S_RECENT + stop, older, mask=stop < recent_tokens)
     if penalties:
         bit = tl.full((), 1, tl.int32) << (token & 31)
         tl.store(row[6] + token, tl.where((seen & bit) != 0, seen_before, 0) + 1)

@@ -128,20 +128,22 @@ INTEGERS = (
     "stride", "bitmask_stride", "scratch_32", "mode", "vocab_units", "groups_64", "params_words",
     "state_words", "output_words", "bias_ids", "bias_values", "stop_ids", "given_ids",
     "max_logprobs", "max_logprob_ids", "recent_tokens", "bans_at", "plan_at", "candidates_at",
-    "prompt_bits", "output_bits", "counts_at", "penalties",
+    "bins_at", "prompt_bits", "output_bits", "counts_at", "penalties",
 )  # fmt: skip
 POINTERS = (
     "logits", "slots", "all_params", "state", "tables", "bitmask", "words", "given", "output",
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=(*INTEGERS, "max_requests"), do_not_specialize_on_alignment=POINTERS)
+@triton.jit(
+    do_not_specialize=(*INTEGERS, "max_requests", "tiles"), do_not_specialize_on_alignment=POINTERS
+)
 def stream(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
     bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
-    bans_at, plan_at, candidates_at, prompt_bits, output_bits, counts_at, penalties, max_requests,
-    SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
+    max_requests, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row: its groups' maxima and sums. Grid: rows, tiles.
 
@@ -182,7 +184,7 @@ def stream(
             else:
                 raw_scale = tl.full((), LOG2_E, tl.float32)
                 first_scale = tl.where(wants_sum, scale, raw_scale)
-                at = row_scratch + first // 64 + tl.arange(0, GROUPS_OF_TILE)
+                at = row_scratch + first // GROUP + tl.arange(0, GROUPS_OF_TILE)
                 grouped = tl.reshape(x.to(tl.float32), [GROUPS_OF_TILE, GROUP])
                 maximum = tl.max(grouped, 1)
                 sums = _sums(grouped, maximum, first_scale)
