@@ -411,12 +411,12 @@ def _after_sigma(
     )  # fmt: skip
     group_list = scratch + groups * GROUP_LIST
     listed = _list_groups(
-        super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound, SUPER, False
+        super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound, SUPER
     )
     list_y = scratch + candidates_at
     list_ids = list_y + LISTED
     count = _list_checked_candidates(
-        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans
+        row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans
     )
     complete = 0
     token = 0
@@ -471,7 +471,7 @@ def _dense(
         z_bound = tl.full((), -1e300, tl.float64)
         if (flags & F_TOTAL) != 0:
             sums = scratch + groups * SUMS
-            _, _, masses = _statistics(scratch, sums, groups, narrow_scale, True, SUPER)
+            _maxima, _same, masses = _statistics(scratch, sums, groups, narrow_scale, True, SUPER)
             stats_total = tl.sum(masses)
             if (flags & F_MEAN) != 0:
                 mean = _mean(
@@ -568,11 +568,14 @@ def dense(
         tiles_taken = scratch + plan_at + PLAN_TILES_TAKEN
         rows_taken = scratch + plan_at + PLAN_ROWS_TAKEN
         item = 0
-        items = number_flat * tiles
+        # With many rows several tiles at a time, for which a row is looked up once.
+        tiles_each = tl.where(number_flat >= 32, 8, 1)
+        parts = tl.cdiv(tiles, tiles_each)
+        items = number_flat * parts
         while item < items:
             item = tl.atomic_add(tiles_taken, 1, sem="relaxed")
             if item < items:
-                index = tl.load(kinds + 2 * rows + item // tiles).to(tl.int64)
+                index = tl.load(kinds + 2 * rows + item // parts).to(tl.int64)
                 logits_row = logits + index * stride * UNIT
                 if UNIT > 1:
                     logits_row = tl.multiple_of(logits_row, 16)
@@ -607,7 +610,7 @@ def dense(
                 )  # fmt: skip
                 plan = row_scratch + plan_at
                 if kind == BY_BRACKET:
-                    while tl.atomic_add(plan + PLAN_COLLECTED, 0, sem="acquire") < tiles:
+                    while tl.atomic_add(plan + PLAN_COLLECTED, 0, sem="acquire") < parts:
                         pass
                     tl.debug_barrier()
                 _dense(

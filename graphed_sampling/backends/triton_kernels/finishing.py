@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
-    BATCH,
     BINS,
     BRACKETED,
     BY_BRACKET,
@@ -167,7 +166,7 @@ def _keep_raw(scratch, groups, both):
 def _list_unusual(maxima, super_list, group_list, groups, SUPER: tl.constexpr):
     """List the groups that `stream` marked; their number."""
     super_maxima = _super_maxima(maxima, groups, SUPER)
-    return _list_groups(super_maxima, maxima, super_list, group_list, INF, SUPER, False)
+    return _list_groups(super_maxima, maxima, super_list, group_list, INF, SUPER)
 
 
 @triton.jit(noinline=True)
@@ -310,20 +309,25 @@ def _select(
             group_list = scratch + groups * GROUP_LIST
             list_y = scratch + candidates_at
             list_ids = list_y + LISTED
-            listed = _list_groups(
-                super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound, SUPER,
-                False,
-            )  # fmt: skip
+            few = ((top_k > 0) & (top_k <= MAX_LISTED_TOP_K)) | (wants_sum == 0)
+            if wants_sum:
+                few = tl.sum((super_maxima >= bound).to(tl.int32)) <= SUPERS // 2
+            listed = MAX_GROUPS_READ + 1
+            if few:
+                listed = _list_groups(
+                    super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound,
+                    SUPER,
+                )  # fmt: skip
             readable = tl.where((top_k > 0) & (top_k <= MAX_LISTED_TOP_K), LISTED, MAX_GROUPS_READ)
             count = LISTED + 1
             if listed <= readable:
                 if plain:
                     count = _list_candidates(
-                        row, group_list, listed, list_y, list_ids, bound, vocab, 0, 0, True, BATCH
+                        row, group_list, listed, list_y, list_ids, bound, 0, 0, True
                     )
                 else:
                     count = _list_checked_candidates(
-                        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans
+                        row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans
                     )
             later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
             later = later | (_f32(params + P_ETA) > 0)
@@ -481,6 +485,11 @@ def _finish_row(
         total = tl.sum(masses)
         if (split | both) == 0:
             raw_total = total
+        elif split == 0:
+            _raw_maxima, _raw_largest, raw_masses = _statistics(
+                scratch, scratch + groups * RAW_SUMS, groups, LOG2_E, True, SUPER
+            )
+            raw_total = tl.sum(raw_masses)
         kind, count, token, highest, lowest, lowest_id, total, num_kept = _select(
             row, scratch, params, super_maxima, masses, total, groups, vocab, num_bias, num_bans,
             largest, word, plain, candidates_at, plan + PLAN_LOW, SUPER,

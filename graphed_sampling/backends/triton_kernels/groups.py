@@ -324,11 +324,9 @@ def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
 
 
 @triton.jit
-def _list_groups(
-    super_maxima, maxima, super_list, group_list, bound, SUPER: tl.constexpr, STRICT: tl.constexpr
-):
-    """List the groups whose maximum is >= bound (> bound where STRICT), ascending; their number."""
-    flagged = super_maxima > bound if STRICT else super_maxima >= bound
+def _list_groups(super_maxima, maxima, super_list, group_list, bound, SUPER: tl.constexpr):
+    """List the groups whose maximum is >= bound, ascending; their number."""
+    flagged = super_maxima >= bound
     up_to = tl.cumsum(flagged.to(tl.int32), 0)
     tl.store(super_list + up_to - 1, tl.arange(0, SUPERS), mask=flagged)
     listed = tl.max(up_to)
@@ -340,8 +338,7 @@ def _list_groups(
         super_ = tl.load(super_list + i, mask=i < listed, other=0)
         g = super_[:, None] * SUPER + tl.arange(0, SUPER)[None, :]
         maximum = _floats(maxima, g, (i < listed)[:, None])
-        flags = maximum > bound if STRICT else maximum >= bound
-        flags = flags & (i < listed)[:, None]
+        flags = (maximum >= bound) & (i < listed)[:, None]
         flat = tl.reshape(flags.to(tl.int32), [256])
         up_to_group = count + tl.cumsum(flat, 0)
         tl.store(group_list + up_to_group - 1, tl.reshape(g, [256]), mask=flat != 0)

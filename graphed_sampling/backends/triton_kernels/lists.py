@@ -6,8 +6,11 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
+    BATCH,
+    CHECK_ALLOWED,
+    CHECK_GRAMMAR,
+    CHECK_PENALTIES,
     F_PROCESSED,
-    FEW,
     INF,
     LISTED,
     LONGER,
@@ -44,26 +47,23 @@ from graphed_sampling.backends.triton_kernels.rows import (
 
 
 @triton.jit
-def _append(list_y, list_ids, count, y, first_ids, kept, logits, RELOAD: tl.constexpr):
-    """Append what is kept of halves of groups [H, 32], ids ascending; the new length, which may
-    exceed the list. first_ids: int32 [H]: the first id of each. RELOAD: y is the row's logits.
+def _append(list_y, list_ids, count, left, first_ids, row, num_bias, num_bans, PLAIN: tl.constexpr):
+    """Append tokens of halves of groups, ids ascending; the new length, which may exceed the list.
 
-    Few of a half are kept, mostly one: they are taken one after the other, in all halves at once.
+    left, first_ids: int32 [H]: which of each half's 32 tokens, and its first id. PLAIN: y is x.
+    Few of a half are listed, mostly one: they are taken one after the other, in all halves at once.
     """
-    column = tl.arange(0, 32)[None, :]
-    left = tl.sum(tl.where(kept, 1 << column, 0), 1)
     number = _bit_count(left)
     up_to = count + tl.cumsum(number, 0)
     position = up_to - number
     for _hit in range(tl.max(number)):
-        bit = _lowest_bit(left)
-        ids = first_ids + bit
+        ids = first_ids + _lowest_bit(left)
         store = (left != 0) & (position < LISTED)
-        if RELOAD:
-            value = tl.load(logits + ids, mask=store, other=0.0).to(tl.float32) + 0.0
+        if PLAIN:
+            y = tl.load(row[0] + ids, mask=store, other=0.0).to(tl.float32) + 0.0
         else:
-            value = tl.max(tl.where(column == bit[:, None], y, NEG_INF), 1)
-        _store_f32(list_y + position, value, mask=store)
+            y = _processed(_sanitised(row[0], ids, store), ids, store, row, num_bias, num_bans)
+        _store_f32(list_y + position, y, mask=store)
         tl.store(list_ids + position, ids, mask=store)
         left = left & (left - 1)
         position += 1
@@ -71,34 +71,83 @@ def _append(list_y, list_ids, count, y, first_ids, kept, logits, RELOAD: tl.cons
 
 
 @triton.jit
+def _words(bitmap, first_ids, vocab):
+    """The bitmap's words of the 32 ids from each of the ids on."""
+    return tl.load(bitmap + (first_ids >> 5), mask=first_ids < vocab, other=0)
+
+
+@triton.jit
+def _listed_bits(list_ids, count, first_ids):
+    """Bits of those of the 32 ids from each of the ids on that are in a list."""
+    bits = tl.zeros_like(first_ids)
+    for i in range(count):
+        id_ = tl.load(list_ids + i)
+        bits |= tl.where(first_ids == (id_ & -32), tl.full((), 1, tl.int32) << (id_ & 31), 0)
+    return bits
+
+
+@triton.jit
+def _reaching_x(x, bound):
+    """Which of halves' tokens [H, 32] have x >= bound, NaN never: bits [H]."""
+    return tl.sum(tl.where(x >= bound, 1 << tl.arange(0, 32)[None, :], 0), 1)
+
+
+@triton.jit
+def _reaching(x, inside, first_ids, row, bound, num_bias, num_bans):
+    """Which of halves' tokens [H, 32], of which x are the logits, have y >= bound: bits [H]."""
+    _, _, grammar, allowed, prompt, output, _ = row[:7]
+    checks, bias_ids, _, bans, vocab = row[7:]
+    column = tl.arange(0, 32)[None, :]
+    reaching = _reaching_x(x, bound)
+    inside_bits = tl.sum(tl.where(inside, 1 << column, 0), 1)
+    allowed_bits = ~_listed_bits(bans, num_bans, first_ids)
+    changed = _listed_bits(bias_ids, num_bias, first_ids)
+    if (checks & CHECK_GRAMMAR) != 0:
+        allowed_bits &= _words(grammar, first_ids, vocab)
+    if (checks & CHECK_ALLOWED) != 0:
+        allowed_bits &= _words(allowed, first_ids, vocab)
+    if (checks & CHECK_PENALTIES) != 0:
+        changed |= _words(prompt, first_ids, vocab) | _words(output, first_ids, vocab)
+    reaching &= allowed_bits & ~changed
+    left = changed & allowed_bits & inside_bits
+    for _changed in range(tl.max(_bit_count(left))):
+        bit = _lowest_bit(left)
+        ids = first_ids + bit
+        some = left != 0
+        y = _processed(_sanitised(row[0], ids, some), ids, some, row, num_bias, num_bans)
+        reaching |= tl.where(some & (y >= bound), 1 << bit, 0)
+        left = left & (left - 1)
+    return reaching
+
+
+@triton.jit
 def _list_candidates(
-    row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans,
-    PLAIN: tl.constexpr, NUMBER: tl.constexpr,
-):  # fmt: skip
+    row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans, PLAIN: tl.constexpr
+):
     """List the tokens of listed groups with y >= bound; how many there are, more than LISTED if
     they do not fit. PLAIN: y is x."""
+    vocab = row[11]
     count = 0
     first = 0
     while (first < listed) & (count <= LISTED):
-        first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, NUMBER)
+        first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, BATCH)
+        x = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
         if PLAIN:
-            # NaN is above no bound.
-            y = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
+            reaching = _reaching_x(x, bound)
         else:
-            y = _sanitised(row[0], ids, inside)
-            y = _processed(y, ids, inside, row, num_bias, num_bans, first_ids)
-        count = _append(list_y, list_ids, count, y, first_ids, y >= bound, row[0], PLAIN)
-        first += NUMBER
+            reaching = _reaching(x, inside, first_ids, row, bound, num_bias, num_bans)
+        count = _append(
+            list_y, list_ids, count, reaching, first_ids, row, num_bias, num_bans, PLAIN
+        )
+        first += BATCH
     tl.debug_barrier()
     return count
 
 
 @triton.jit(noinline=True)
-def _list_checked_candidates(
-    row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans
-):
+def _list_checked_candidates(row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans):
     return _list_candidates(
-        row, group_list, listed, list_y, list_ids, bound, vocab, num_bias, num_bans, False, FEW
+        row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans, False
     )
 
 
@@ -204,18 +253,7 @@ def _filter_list(
         # y descending, then ids ascending.
         order = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - i)
         order = tl.where(kept, order, NOTHING)
-        if SIZE == SHORT:
-            # What comes before each, and how much it weighs: 8 bits and the rest of an int64.
-            before = tl.where(order[:, None] > order[None, :], ((q << 8) + 1)[:, None], 0)
-            before = tl.sum(before, 0)
-            if top_k > 0:
-                kept = kept & ((before & 0xFF) < top_k)
-            if top_p < 1:
-                inside = tl.sum(tl.where(kept, q, 0))
-                target = _target(top_p, tl.where(from_stats, stats_total, inside))
-                complete = (inside >= target).to(tl.int32)
-                kept = kept & ((before >> 8) < target)
-        elif SIZE <= LONGER:
+        if SIZE <= LONGER:
             cut, complete = _sorted_cut(
                 order, largest, scale, top_k, top_p, from_stats, stats_total
             )

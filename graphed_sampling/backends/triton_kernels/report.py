@@ -13,7 +13,6 @@ from graphed_sampling.backends.triton_kernels.constants import (
     F_LOGPROBS,
     F_PROCESSED,
     F_RANK,
-    FEW,
     FINISH_LENGTH,
     FINISH_STOP,
     FLT_MAX,
@@ -61,10 +60,13 @@ from graphed_sampling.backends.triton_kernels.groups import (
     _top_bound,
 )
 from graphed_sampling.backends.triton_kernels.lists import (
-    _append,
     _list_candidates,
+    _list_checked_candidates,
+    _reaching,
+    _reaching_x,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
+    _bit_count,
     _f32,
     _from_key,
     _i64,
@@ -189,7 +191,8 @@ def _listed_top(
     out, max_logprobs, n, list_y, list_ids, count, processed, raw_largest, raw_log, highest,
     lowest, lowest_id, scale, log_total,
 ):  # fmt: skip
-    """The n best of a list."""
+    """The n best of a list, which holds all that are as good; of equals at the end of the kept ones
+    it may hold more."""
     i = tl.arange(0, SHORT)
     if count <= SHORT:
         value = tl.load(list_y + i, mask=i < count, other=0).to(tl.float32, bitcast=True)
@@ -202,7 +205,8 @@ def _listed_top(
             value, value, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id,
             scale, log_total,
         )  # fmt: skip
-        _store_top(out, max_logprobs, i, n, ids, logprob, order > NOTHING)
+        kept = (processed == 0) | _survives(value, ids, highest, lowest, lowest_id)
+        _store_top(out, max_logprobs, i, n, ids, logprob, kept & (order > NOTHING))
     else:
         # Each at the position that the number of better ones gives it.
         for first in range(0, count, SHORT):
@@ -218,7 +222,8 @@ def _listed_top(
                 value, value, ids, processed, raw_largest, raw_log, highest, lowest, lowest_id,
                 scale, log_total,
             )  # fmt: skip
-            _store_top(out, max_logprobs, position, n, ids, logprob, first + i < count)
+            kept = (processed == 0) | _survives(value, ids, highest, lowest, lowest_id)
+            _store_top(out, max_logprobs, position, n, ids, logprob, kept & (first + i < count))
 
 
 @triton.jit(noinline=True)
@@ -258,23 +263,17 @@ def _top(
         super_maxima = _super_maxima(maxima, groups, SUPER)
         bound = _top_bound(super_maxima, maxima, groups, value_largest, n)
         listed = _list_groups(
-            super_maxima, maxima, scratch + groups * SUPER_LIST, group_list, bound, SUPER, False
+            super_maxima, maxima, scratch + groups * SUPER_LIST, group_list, bound, SUPER
         )
         count = 0
-        first = 0
         if processed == 0:
-            count = _list_candidates(
-                row, group_list, listed, list_y, list_ids, bound, vocab, 0, 0, True, BATCH
-            )
+            count = _list_candidates(row, group_list, listed, list_y, list_ids, bound, 0, 0, True)
         else:
-            while (first < listed) & (count <= LISTED):
-                first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, FEW)
-                value = _sanitised(row[0], ids, inside)
-                value = _processed(value, ids, inside, row, num_bias, num_bans, first_ids)
-                kept = (value >= bound) & _survives(value, ids, highest, lowest, lowest_id)
-                count = _append(list_y, list_ids, count, value, first_ids, kept, row[0], False)
-                first += FEW
-            tl.debug_barrier()
+            # The bound of the best, or of the survivors.
+            bound = tl.maximum(bound, lowest)
+            count = _list_checked_candidates(
+                row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans
+            )
     if count <= LISTED:
         _listed_top(
             out, max_logprobs, n, list_y, list_ids, count, processed, raw_largest, raw_log,
@@ -288,23 +287,24 @@ def _top(
 
 
 @triton.jit(noinline=True)
-def _rank(
-    value, row, maxima, scratch, groups, vocab, num_bias, num_bans, processed,
-    SUPER: tl.constexpr,
-):  # fmt: skip
+def _rank(value, row, maxima, scratch, groups, num_bias, num_bans, processed, SUPER: tl.constexpr):
     """1 + the number of tokens with a larger value."""
+    vocab = row[11]
     rank = 1
+    larger = _from_key(_key(value) + 1)
     group_list = scratch + groups * GROUP_LIST
     super_maxima = _super_maxima(maxima, groups, SUPER)
     listed = _list_groups(
-        super_maxima, maxima, scratch + groups * SUPER_LIST, group_list, value, SUPER, True
+        super_maxima, maxima, scratch + groups * SUPER_LIST, group_list, larger, SUPER
     )
-    for first in range(0, listed, FEW):
-        first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, FEW)
-        others = _sanitised(row[0], ids, inside)
+    for first in range(0, listed, BATCH):
+        first_ids, ids, inside = _listed_tokens(group_list, first, listed, vocab, BATCH)
+        x = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
         if processed:
-            others = _processed(others, ids, inside, row, num_bias, num_bans, first_ids)
-        rank += tl.sum(((others > value) & inside).to(tl.int32))
+            bits = _reaching(x, inside, first_ids, row, larger, num_bias, num_bans)
+        else:
+            bits = _reaching_x(x, larger)
+        rank += tl.sum(_bit_count(bits))
     return rank
 
 
@@ -422,7 +422,7 @@ def _report(
         if (processed == 0) | (special == NORMAL):
             tl.debug_barrier()
             rank = _rank(
-                tl.where(processed, y, x), row, values, scratch, groups, vocab, num_bias, num_bans,
+                tl.where(processed, y, x), row, values, scratch, groups, num_bias, num_bans,
                 processed, SUPER,
             )  # fmt: skip
 

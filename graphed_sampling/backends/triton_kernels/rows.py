@@ -105,12 +105,23 @@ def _processed(x, ids, inside, row, num_bias, num_bans, first_ids=None):
     if (checks & CHECK_PENALTIES) != 0:
         in_output = _bits(output, ids, inside, first_ids, vocab) != 0
         seen = in_output | (_bits(prompt, ids, inside, first_ids, vocab) != 0)
-        repetition = _f32(params + P_REPETITION)
-        scaled = tl.where(y > 0, tl.div_rn(y, repetition + tl.zeros_like(y)), y * repetition)
-        y = tl.where(seen, scaled, y)
-        count = tl.load(counts + ids, mask=inside & in_output, other=0).to(tl.float32)
-        y = y - count * _f32(params + P_FREQUENCY)
-        y = tl.where(in_output, y - _f32(params + P_PRESENCE), y)
+        y = tl.where(seen, _penalised(y, in_output & inside, counts + ids, params), y)
+    return _settled(x, y, banned)
+
+
+@triton.jit
+def _penalised(y, in_output, counts, params):
+    """y of tokens seen in the prompt or, in_output, in the output."""
+    repetition = _f32(params + P_REPETITION)
+    y = tl.where(y > 0, tl.div_rn(y, repetition + tl.zeros_like(y)), y * repetition)
+    count = tl.load(counts, mask=in_output, other=0).to(tl.float32)
+    y = y - count * _f32(params + P_FREQUENCY)
+    return tl.where(in_output, y - _f32(params + P_PRESENCE), y)
+
+
+@triton.jit
+def _settled(x, y, banned):
+    """y in its range, and where it does not come from what was worked out."""
     y = tl.minimum(tl.maximum(y, -FLT_MAX), FLT_MAX) + 0.0
     y = tl.where(x == INF, INF, y)
     return tl.where(banned, NEG_INF, y)

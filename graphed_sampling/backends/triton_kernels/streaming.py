@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 from graphed_sampling.backends.triton_kernels.constants import (
+    CHECK_ALLOWED,
+    CHECK_GRAMMAR,
+    CHECK_PENALTIES,
     F_ADMITTED,
     GROUP,
     GROUPS_OF_TILE,
@@ -21,13 +24,16 @@ from graphed_sampling.backends.triton_kernels.constants import (
     TILE,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
+    _bit_count,
     _fast_exp2,
+    _lowest_bit,
     _store_f32,
     _z,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
-    _processed,
+    _penalised,
     _row,
+    _settled,
     _wishes,
 )
 
@@ -98,28 +104,64 @@ def _store_statistics(at, groups, x, y, split, both, wants_sum, wants_moment, sc
         _store_f32(at + groups * RAW_SUMS, raw_sums, mask=mask)
 
 
+@triton.jit
+def _packed_bits(bitmap, first_ids, inside):
+    """The bits of up to 8 tokens from each of the ids on, which are multiples of that number; above
+    them there may be others."""
+    bytes_ = bitmap.to(tl.pointer_type(tl.uint8))
+    byte = tl.load(bytes_ + (first_ids >> 3), mask=inside, other=0).to(tl.int32)
+    return byte >> (first_ids & 7)
+
+
 @triton.jit(noinline=True)
-def _stream_checked(row, first, vocab, at, groups, wants_sum, wants_moment, scale):
+def _stream_checked(row, first, at, groups, wants_sum, wants_moment, scale, WIDTH: tl.constexpr):
     """`stream` of a tile in which masks or penalties count."""
-    raw_scale = tl.full((), LOG2_E, tl.float32)
-    for start in range(first, first + TILE, 1024):
-        group_ids = start + tl.arange(0, 16) * 64
-        ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
-        inside = ids < vocab
-        x = tl.load(row[0] + ids, mask=inside, other=NEG_INF).to(tl.float32)
-        unusual = tl.max(((x != x) | (x == INF)).to(tl.int32), 1) != 0
-        x = tl.where(x != x, NEG_INF, x) + 0.0
-        y = _processed(x, ids, inside, row, 0, 0, group_ids)
-        to = at + start // 64 + tl.arange(0, 16)
-        maximum = tl.max(y, 1)
-        raw_maximum = tl.max(x, 1)
-        _store_f32(to, tl.where(unusual, INF, maximum))
-        _store_f32(to + groups * RAW_MAXIMA, raw_maximum)
-        _store_f32(to + groups * RAW_SUMS, _sums(x, raw_maximum, raw_scale))
-        if wants_sum:
-            _store_f32(to + groups * SUMS, _sums(y, maximum, scale))
-        if wants_moment:
-            _store_f32(to + groups * MOMENTS, _moments(y, maximum, scale))
+    params, grammar, allowed, prompt, output, counts, checks = row[1:8]
+    vocab = row[11]
+    parts: tl.constexpr = TILE // WIDTH
+    groups_of: tl.constexpr = TILE // GROUP
+    # A thread has the WIDTH tokens that it loads at once, and their bits.
+    column = tl.arange(0, WIDTH)[None, :]
+    first_ids = first + tl.arange(0, parts) * WIDTH
+    some = first_ids < vocab
+    ids = first_ids[:, None] + column
+    allowed_bits = tl.full([parts], -1, tl.int32)
+    in_output = tl.zeros([parts], tl.int32)
+    left = tl.zeros([parts], tl.int32)
+    # All that is to be loaded first: it comes at the same time.
+    x = tl.load(row[0] + ids, mask=ids < vocab, other=NEG_INF).to(tl.float32)
+    if (checks & CHECK_GRAMMAR) != 0:
+        allowed_bits = _packed_bits(grammar, first_ids, some)
+    if (checks & CHECK_ALLOWED) != 0:
+        allowed_bits &= _packed_bits(allowed, first_ids, some)
+    if (checks & CHECK_PENALTIES) != 0:
+        in_output = _packed_bits(output, first_ids, some)
+        left = (in_output | _packed_bits(prompt, first_ids, some)) & ((1 << WIDTH) - 1)
+    unusual = tl.max(tl.reshape(((x != x) | (x == INF)).to(tl.int32), [groups_of, GROUP]), 1) != 0
+    x = tl.where(x != x, NEG_INF, x) + 0.0
+    raw = tl.reshape(x, [groups_of, GROUP])
+    to = at + first // GROUP + tl.arange(0, groups_of)
+    raw_maximum = tl.max(raw, 1)
+    _store_f32(to + groups * RAW_MAXIMA, raw_maximum)
+    _store_f32(to + groups * RAW_SUMS, _sums(raw, raw_maximum, tl.full((), LOG2_E, tl.float32)))
+    banned = (x == NEG_INF) | (((allowed_bits[:, None] >> column) & 1) == 0)
+    y = x
+    # Few tokens were seen: they are taken one after the other, in all parts at once.
+    for _seen in range(tl.max(_bit_count(left))):
+        bit = _lowest_bit(left)
+        here = (column == bit[:, None]) & (left != 0)[:, None]
+        value = tl.sum(tl.where(here, y, 0.0), 1)
+        counted = (left != 0) & (((in_output >> bit) & 1) != 0)
+        value = _penalised(value, counted, counts + first_ids + bit, params)
+        y = tl.where(here, value[:, None], y)
+        left = left & (left - 1)
+    y = tl.reshape(_settled(x, y, banned), [groups_of, GROUP])
+    maximum = tl.max(y, 1)
+    _store_f32(to, tl.where(unusual, INF, maximum))
+    if wants_sum:
+        _store_f32(to + groups * SUMS, _sums(y, maximum, scale))
+    if wants_moment:
+        _store_f32(to + groups * MOMENTS, _moments(y, maximum, scale))
 
 
 # Integers are never compiled in, and callers' tensors may be aligned as they like: a step must not
@@ -178,8 +220,9 @@ def stream(
                 output_bits, counts_at,
             )  # fmt: skip
             if row[7] != 0:
+                width: tl.constexpr = UNIT if UNIT > 1 else 8
                 _stream_checked(
-                    row, first, vocab, row_scratch, groups, wants_sum, wants_moment, scale
+                    row, first, row_scratch, groups, wants_sum, wants_moment, scale, width
                 )
             else:
                 raw_scale = tl.full((), LOG2_E, tl.float32)
