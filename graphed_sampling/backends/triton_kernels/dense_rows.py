@@ -10,6 +10,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     BRACKETED,
     BY_BRACKET,
     BY_LIST,
+    BY_ROW,
     BY_SIGMA,
     DONE,
     EMPTY_ROW,
@@ -435,12 +436,13 @@ def _after_sigma(
 
 @triton.jit
 def _dense(
-    row, state, words, given, index, out, scratch, plan, kind, flags, mode, groups, stop_ids,
+    row, state, words, given, index, out, scratch, plan, kind_at, flags, mode, groups, stop_ids,
     given_ids, max_logprobs, max_logprob_ids, recent_tokens, candidates_at, bracket_at, bins_at,
     masses_at, penalties, SUPER: tl.constexpr,
 ):  # fmt: skip
     """All that `finish` left of a row."""
     params, vocab = row[1], row[11]
+    kind = tl.load(kind_at)
     num_bias = tl.load(params + P_NUM_BIAS)
     num_bans = tl.load(plan + PLAN_BANS)
     split, both = _split(flags, params, row, num_bias + num_bans)
@@ -503,6 +505,7 @@ def _dense(
         token, highest, lowest, lowest_id, total, num_kept = _dense_row(
             row, params, vocab, num_bias, num_bans, special, fallback, largest, word
         )
+        tl.store(kind_at, BY_ROW)  # for who wants to know by which way a row went
     row_flags = tl.where(tl.load(plan + PLAN_NAN) != 0, R_NAN, 0)
     row_flags |= tl.where(special == POSITIVE_INFINITY, R_POS_INF, 0)
     row_flags |= tl.where(special == EMPTY_ROW, R_EMPTY, 0)
@@ -588,10 +591,10 @@ def dense(
                     bans_at, prompt_bits, output_bits, counts_at,
                 )  # fmt: skip
                 plan = row_scratch + plan_at
-                _collect(
-                    row, plan, row_scratch, item % tiles * ROW_TILE, bracket_at, bins_at, groups
-                )
-                tl.debug_barrier()
+                begin = item % parts * tiles_each
+                for tile in range(begin, tl.minimum(begin + tiles_each, tiles)):
+                    _collect(row, plan, row_scratch, tile * ROW_TILE, bracket_at, bins_at, groups)
+                    tl.debug_barrier()
                 tl.atomic_add(plan + PLAN_COLLECTED, 1, sem="release")
         item = 0
         while item < number:
@@ -615,7 +618,7 @@ def dense(
                     tl.debug_barrier()
                 _dense(
                     row, state + slot * state_words, words, given, index,
-                    output + index * output_words, row_scratch, plan, kind, flags, mode, groups,
-                    stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+                    output + index * output_words, row_scratch, plan, kinds + index, flags, mode,
+                    groups, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
                     candidates_at, bracket_at, bins_at, masses_at, penalties, SUPER,
                 )  # fmt: skip

@@ -128,7 +128,8 @@ def _stream_checked(row, first, at, groups, wants_sum, wants_moment, scale, WIDT
     allowed_bits = tl.full([parts], -1, tl.int32)
     in_output = tl.zeros([parts], tl.int32)
     left = tl.zeros([parts], tl.int32)
-    # All that is to be loaded first: it comes at the same time.
+    # All that is to be loaded first: it comes at the same time. Groups that hold NaN or +inf are
+    # marked, as `stream` does it.
     x = tl.load(row[0] + ids, mask=ids < vocab, other=NEG_INF).to(tl.float32)
     if (checks & CHECK_GRAMMAR) != 0:
         allowed_bits = _packed_bits(grammar, first_ids, some)
@@ -137,14 +138,12 @@ def _stream_checked(row, first, at, groups, wants_sum, wants_moment, scale, WIDT
     if (checks & CHECK_PENALTIES) != 0:
         in_output = _packed_bits(output, first_ids, some)
         left = (in_output | _packed_bits(prompt, first_ids, some)) & ((1 << WIDTH) - 1)
-    unusual = tl.max(tl.reshape(((x != x) | (x == INF)).to(tl.int32), [groups_of, GROUP]), 1) != 0
-    x = tl.where(x != x, NEG_INF, x) + 0.0
     raw = tl.reshape(x, [groups_of, GROUP])
     to = at + first // GROUP + tl.arange(0, groups_of)
     raw_maximum = tl.max(raw, 1)
-    _store_f32(to + groups * RAW_MAXIMA, raw_maximum)
-    _store_f32(to + groups * RAW_SUMS, _sums(raw, raw_maximum, tl.full((), LOG2_E, tl.float32)))
-    banned = (x == NEG_INF) | (((allowed_bits[:, None] >> column) & 1) == 0)
+    raw_sums = _sums(raw, raw_maximum, tl.full((), LOG2_E, tl.float32))
+    _store_f32(to + groups * RAW_MAXIMA, raw_maximum + 0.0)
+    _store_f32(to + groups * RAW_SUMS, raw_sums)
     y = x
     # Few tokens were seen: they are taken one after the other, in all parts at once.
     for _seen in range(tl.max(_bit_count(left))):
@@ -152,12 +151,14 @@ def _stream_checked(row, first, at, groups, wants_sum, wants_moment, scale, WIDT
         here = (column == bit[:, None]) & (left != 0)[:, None]
         value = tl.sum(tl.where(here, y, 0.0), 1)
         counted = (left != 0) & (((in_output >> bit) & 1) != 0)
-        value = _penalised(value, counted, counts + first_ids + bit, params)
-        y = tl.where(here, value[:, None], y)
+        changed = _penalised(value, counted, counts + first_ids + bit, params)
+        changed = _settled(value, changed, value == NEG_INF)
+        y = tl.where(here, changed[:, None], y)
         left = left & (left - 1)
-    y = tl.reshape(_settled(x, y, banned), [groups_of, GROUP])
+    y = tl.where(((allowed_bits[:, None] >> column) & 1) == 0, NEG_INF, y)
+    y = tl.reshape(y, [groups_of, GROUP])
     maximum = tl.max(y, 1)
-    _store_f32(to, tl.where(unusual, INF, maximum))
+    _store_f32(to, tl.where(raw_sums != raw_sums, INF, maximum + 0.0))
     if wants_sum:
         _store_f32(to + groups * SUMS, _sums(y, maximum, scale))
     if wants_moment:
