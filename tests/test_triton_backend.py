@@ -487,7 +487,8 @@ def test_no_step_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler's making compiles, or takes from the disk, all that its steps need.
 
     Sizes, strides, capacities and addresses are arguments: what was compiled for one vocabulary
-    serves all of its kind (odd, or a multiple of 16 bytes of logits; short, or long).
+    serves all of its kind (odd, or a multiple of 16 bytes of logits; up to 32768 times a power of
+    two).
     """
     if reason := triton.unusable(CUDA):
         pytest.skip(reason)
@@ -499,7 +500,7 @@ def test_no_step_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = importlib.import_module("triton.knobs").runtime
     monkeypatch.setattr(runtime, "jit_post_compile_hook", note)
     kernels = triton._kernels()
-    for kernel in (kernels.stream, kernels.finish, kernels.collect, kernels.dense):
+    for kernel in (kernels.stream, kernels.finish, kernels.dense):
         kernel.device_caches.clear()
     asked = [
         SamplingParams(seed=1),
@@ -536,10 +537,9 @@ def test_no_step_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         return warming
 
     assert compiled_for(32768), "the hook is never called"
-    compiled_for(4096)
-    compiled_for(32767)
-    compiled_for(4095)
+    for vocab in (32767, 65536, 65535, 131072):
+        compiled_for(vocab)
     small = {"max_logprobs": 5, "max_logit_bias": 16, "max_stop_ids": 3, "max_bad_words": 4}
-    for vocab in (16, 17, 1000, 16384, 50257, 128256):
+    for vocab in (16, 17, 1000, 16384, 40000, 50257, 128256):
         assert compiled_for(vocab) == [], f"V = {vocab}"
     assert compiled_for(1000, **small) == []

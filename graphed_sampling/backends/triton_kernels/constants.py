@@ -29,6 +29,7 @@ BRACKETED = _constant(host.BRACKETED)
 BINS = _constant(host.BINS)
 SUPERS = _constant(host.SUPERS)
 SHORT = _constant(host.SHORT)
+TINY = _constant(32)
 MIDDLE = _constant(128)
 LONGER = _constant(256)  # the longest list that `finish` works on
 BATCH = _constant(32)  # groups that are read again at a time

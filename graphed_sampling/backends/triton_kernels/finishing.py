@@ -71,6 +71,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     SUMS,
     SUPER_LIST,
     SUPERS,
+    TINY,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _draw_from_groups,
@@ -230,7 +231,7 @@ def _first_bound(
                 share = 1.0 - tl.where(top_p < 1, top_p, typical)
                 z = _mass_bound(
                     scratch, scratch + groups * SUMS, groups, largest, narrow_scale, total, share,
-                    narrow_mean,
+                    narrow_mean, SUPER,
                 )  # fmt: skip
         else:
             cutoff = tl.where(epsilon > 0, epsilon, eta)
@@ -296,8 +297,8 @@ def _select(
         unfiltered = unfiltered & (_f32(params + P_EPSILON) <= 0) & (_f32(params + P_ETA) <= 0)
         if unfiltered:
             token = _draw_from_groups(
-                row, scratch, sums, super_maxima, super_masses, scale, narrow_scale, total, word,
-                vocab, num_bias, num_bans, plain, SUPER,
+                row, scratch, sums, super_masses, scale, narrow_scale, total, word, vocab, num_bias,
+                num_bans, plain, SUPER,
             )  # fmt: skip
         elif _f32(params + P_SIGMA) > 0:
             kind = BY_SIGMA
@@ -331,7 +332,13 @@ def _select(
                     )
             later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
             later = later | (_f32(params + P_ETA) > 0)
-            if (count <= SHORT) & (later == 0):
+            if (count <= TINY) & (later == 0):
+                complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
+                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
+                    mean, z_bound, word, TINY, False,
+                )  # fmt: skip
+                kind = tl.where(complete != 0, DONE, BY_ROW)
+            elif (count <= SHORT) & (later == 0):
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
                     list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
                     mean, z_bound, word, SHORT, False,

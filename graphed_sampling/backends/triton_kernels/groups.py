@@ -287,8 +287,26 @@ def _nucleus_bound(maxima, groups, largest, scale, total, top_p, SUPER: tl.const
     return low, low > start
 
 
+@triton.jit
+def _group_weights(maxima, sums, j, groups, largest, scale, unit, SUPER: tl.constexpr):
+    """Of groups [SUPERS, up to 8]: z of the maximum; and in units, as int32, the weight of all
+    tokens, and of all but the maximum."""
+    g = _part(j, SUPER)
+    z = _z(_floats(maxima, g, g < groups), largest, scale)
+    top = tl.exp2(z) * unit
+    weight = tl.where(z > -126.0, _floats(sums, g, g < groups) * top, 0.0)
+    return z, weight.to(tl.int32), tl.maximum(weight - top, 0.0).to(tl.int32)
+
+
+@triton.jit
+def _outside(z, weight, rest, middle, most, mean):
+    """At most what tokens of groups weigh below z = middle and above 2 * mean - middle: [S]."""
+    wholly = (z < middle) | (z > 2.0 * mean - middle)
+    return tl.sum(tl.where(wholly, weight, tl.minimum(rest, most)), 1)
+
+
 @triton.jit(noinline=True)
-def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
+def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean, SUPER: tl.constexpr):
     """z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total;
     of flat rows, whose largest tokens of groups weigh little together, a z far below.
 
@@ -300,23 +318,24 @@ def _mass_bound(maxima, sums, groups, largest, scale, total, share, mean):
     tokens = (groups * GROUP).to(tl.float32)
     low = tl.minimum(tl.log2(tl.maximum(share * 536870912.0, 1.0) / (tokens * unit)), 0.0)
     high = tl.full((), 0.0, tl.float32)
-    of_largest = tl.zeros([SUPERS], tl.float32)
-    for first in range(0, groups, SUPERS):
-        i = first + tl.arange(0, SUPERS)
-        of_largest += tl.exp2(_z(_floats(maxima, i, i < groups), largest, scale))
-    steps = tl.where(tl.sum(of_largest) * unit < (1.0 - share) * 536870912.0, 0, 7)
+    z, weight, rest = _group_weights(maxima, sums, 0, groups, largest, scale, unit, SUPER)
+    besides = tl.sum(tl.sum(rest, 1))
+    for j in range(8, SUPER, 8):
+        z, weight, rest = _group_weights(maxima, sums, j, groups, largest, scale, unit, SUPER)
+        besides += tl.sum(tl.sum(rest, 1))
+    steps = tl.where(besides.to(tl.float32) > (1.0 + share) * 536870912.0, 0, 7)
     for _step in range(steps):
         middle = 0.5 * (low + high)
         most = tl.minimum(tl.exp2(middle) * 63.0 * unit, 1073741824.0).to(tl.int32) + 1
-        outside = tl.zeros([SUPERS], tl.int32)
-        for first in range(0, groups, SUPERS):
-            i = first + tl.arange(0, SUPERS)
-            z = _z(_floats(maxima, i, i < groups), largest, scale)
-            top = tl.exp2(z) * unit
-            weight = tl.where(z > -126.0, _floats(sums, i, i < groups) * top, 0.0)
-            rest = tl.maximum(weight - top, 0.0).to(tl.int32)
-            wholly = (z < middle) | (z > 2.0 * mean - middle)
-            outside += tl.where(wholly, weight.to(tl.int32), tl.minimum(rest, most))
+        if SUPER <= 8:
+            outside = _outside(z, weight, rest, middle, most, mean)
+        else:
+            outside = tl.zeros([SUPERS], tl.int32)
+            for j in range(0, SUPER, 8):
+                z, weight, rest = _group_weights(
+                    maxima, sums, j, groups, largest, scale, unit, SUPER
+                )
+                outside += _outside(z, weight, rest, middle, most, mean)
         fits = tl.sum(outside) <= budget
         low = tl.where(fits, middle, low)
         high = tl.where(fits, high, middle)
@@ -382,19 +401,20 @@ def _inside_checked_group(row, group, maximum, scale, share, vocab, num_bias, nu
 
 @triton.jit
 def _draw_from_groups(
-    row, maxima, sums, super_maxima, super_masses, scale, narrow_scale, total, word, vocab,
-    num_bias, num_bans, plain, SUPER: tl.constexpr,
+    row, maxima, sums, super_masses, scale, narrow_scale, total, word, vocab, num_bias, num_bans,
+    plain, SUPER: tl.constexpr,
 ):  # fmt: skip
     """A token drawn from all: its super by mass, then a group of it, then inside the group."""
-    over = tl.cumsum(super_masses, 0) <= _mulhi(word, total)
-    before = tl.sum(tl.where(over, super_masses, 0))
+    up_to = tl.cumsum(super_masses, 0)
+    over = up_to <= _mulhi(word, total)
     super_ = tl.minimum(tl.sum(over.to(tl.int32)), SUPERS - 1)
-    here = tl.arange(0, SUPERS) == super_
-    of_super = tl.sum(tl.where(here, super_masses, 0))
-    base = tl.max(tl.where(here, super_maxima, NEG_INF))
+    before = tl.max(tl.where(over, up_to, 0))
+    of_super = tl.min(tl.where(over, total, up_to)) - before
     share = _share(word, total, before, of_super)
     g = super_ * SUPER + tl.arange(0, SUPER)
-    mass = _group_masses(_floats(maxima, g, g >= 0), _floats(sums, g, g >= 0), base, narrow_scale)
+    group_maxima = _floats(maxima, g, g >= 0)
+    base = tl.max(group_maxima)
+    mass = _group_masses(group_maxima, _floats(sums, g, g >= 0), base, narrow_scale)
     inner = tl.sum(mass)
     position = share * inner.to(tl.float64)
     over = tl.cumsum(mass, 0) <= tl.minimum(position.to(tl.int64), inner - 1)

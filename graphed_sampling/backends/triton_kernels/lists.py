@@ -221,6 +221,20 @@ def _nearest(distance, q, kept, target):
 
 
 @triton.jit
+def _nearest_sorted(distance, q, kept, target):
+    """`_nearest` of up to 256: distances that differ by less than 2**-44 of themselves may change
+    places."""
+    i = tl.arange(0, distance.shape[0])
+    order = (distance.to(tl.int64, bitcast=True) & -256) | i
+    order = tl.sort(tl.where(kept, order, -NOTHING))
+    inside = order < -NOTHING
+    which = (order & 255).to(tl.int32)
+    weights = tl.where(inside, tl.gather(q, which, 0), 0)
+    needed = inside & (tl.cumsum(weights, 0) - weights < target)
+    return tl.max(tl.where(needed, tl.gather(distance, which, 0), -1.0))
+
+
+@triton.jit
 def _mean_z(z, q, total):
     moment = ((q.to(tl.float64) * z + ROUND) - ROUND).to(tl.int64)
     return tl.sum(moment).to(tl.float64) / total.to(tl.float64)
@@ -280,7 +294,10 @@ def _filter_list(
             distance = tl.abs(mean - z)
             target = _target(typical, total)
             if inside >= target:
-                reach = _nearest(distance, q, kept, target)
+                if SIZE <= LONGER:
+                    reach = _nearest_sorted(distance, q, kept, target)
+                else:
+                    reach = _nearest(distance, q, kept, target)
                 kept = kept & (distance <= reach)
                 if from_stats:
                     complete = (mean - reach >= z_bound).to(tl.int32)
@@ -310,7 +327,7 @@ def _filter_list(
             q = _masses(weights)
 
     q = tl.where(kept, q, 0)
-    if SIZE == SHORT:
+    if SIZE <= SHORT:
         both = tl.sum((q << 8) + kept.to(tl.int64))
         total = both >> 8
         num_kept = (both & 0xFF).to(tl.int32)

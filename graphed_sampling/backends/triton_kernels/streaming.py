@@ -31,6 +31,7 @@ from graphed_sampling.backends.triton_kernels.numbers import (
     _z,
 )
 from graphed_sampling.backends.triton_kernels.rows import (
+    _checks,
     _penalised,
     _row,
     _settled,
@@ -215,12 +216,12 @@ def stream(
         x = _tile(logits_row, first, vocab)
         if ((flags & F_ADMITTED) != 0) & (finished == 0):
             row_scratch = scratch + index * scratch_words
-            row = _row(
-                logits_row, params, slot, index, tables, bitmask, bitmask_stride, given,
-                row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
-                output_bits, counts_at,
-            )  # fmt: skip
-            if row[7] != 0:
+            if _checks(flags, mode, given) != 0:
+                row = _row(
+                    logits_row, params, slot, index, tables, bitmask, bitmask_stride, given,
+                    row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
+                    output_bits, counts_at,
+                )  # fmt: skip
                 width: tl.constexpr = UNIT if UNIT > 1 else 8
                 _stream_checked(
                     row, first, row_scratch, groups, wants_sum, wants_moment, scale, width
