@@ -6,6 +6,7 @@ On a machine with a GPU the kernels are compiled; elsewhere Triton's interpreter
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -316,6 +317,20 @@ def test_flat_rows_of_a_large_vocabulary(pair: BackendDevice) -> None:
     check_routes(pair, cases, torch.bfloat16, ["flat"])
 
 
+def test_many_flat_rows(pair: BackendDevice) -> None:
+    """More flat rows than programs take tiles of one by one."""
+    rows, vocab = pair.rows(40, 2), 16_500
+    checked = CheckedTable(pair, vocab, rows)
+    for seed in range(rows):
+        checked.admit(SamplingParams(seed=seed, top_p=0.95, temperature=0.8, logprobs=0))
+    rng = np.random.default_rng(4)
+    logits = place(rng.normal(0, 2, (rows, vocab)), pair.device, torch.float32, "padded").logits
+    checked.step(logits, range(rows), words=random_words(rng, rows, 0.1))
+    checked.check_state()
+    checked.tally.check()
+    assert routes(checked, rows) == ["bracket"] * rows
+
+
 def test_rows_of_one_tile_more_or_less(pair: BackendDevice) -> None:
     """Around the sizes at which a row's tiles and groups end."""
     tally = Tally()
@@ -479,6 +494,52 @@ def test_top_logprobs_of_more_equals_than_are_listed(pair: BackendDevice) -> Non
 
 
 # Compilation.
+
+COMPILE = """
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from graphed_sampling.backends import triton
+from graphed_sampling.layout import TableLayout
+
+triton._capability = lambda device: (9, 0)
+target = GPUTarget("cuda", 90, 32)
+compiler = make_backend(target)
+i32, i64 = torch.int32, torch.int64
+types = {i32: "*i32", i64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+for dtype, unit, vocab in ((torch.float32, 4, 1000), (torch.bfloat16, 1, 300001)):
+    arguments = triton._Arguments(
+        dtype, *[i32] * 7, i64, i32,
+        stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit, mode=0,
+    )
+    layout = TableLayout(vocab, 4, 3, 3, 3, 3, 3, 3, 1)
+    for launch in triton._launches(arguments, layout, 1, torch.device("cuda")):
+        names = launch.kernel.arg_names
+        signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
+        constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
+        signature |= dict.fromkeys(constants, "constexpr")
+        context = ir.context()
+        ir.load_dialects(context)
+        compiler.load_dialects(context)
+        options = compiler.parse_options({"num_warps": launch.keywords["num_warps"]})
+        values = {(names.index(n),): c for n, c in constants.items()}
+        module = ASTSource(launch.kernel, signature, values).make_ir(
+            target, options, compiler.get_codegen_implementation(options),
+            compiler.get_module_map(), context,
+        )
+        assert module.verify()
+        print(launch.kernel.fn.__name__)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU compile all")
+def test_the_kernels_are_what_the_compiler_takes() -> None:
+    """The interpreter lets pass what the compiler does not: types that change, names that a branch
+    leaves undefined."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    assert run_python(COMPILE) == ["stream", "finish", "dense"] * 2
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 # thread, which rare branches would otherwise drive up. None of it changes a result: sums over
 # groups are integers, and those inside a group are a fixed tree.
 _STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 48}
-_STREAM_32_BITS: Final = {"num_warps": 2, "maxnreg": 96}
+_STREAM_32_BITS: Final = {"num_warps": 4, "maxnreg": 56}
 _FINISH: Final = {"num_warps": 4, "maxnreg": 128}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
 _DENSE_PROGRAMS: Final = 264  # that share what `finish` leaves: mostly nothing
