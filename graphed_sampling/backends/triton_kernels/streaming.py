@@ -235,7 +235,12 @@ def stream(
                 sums = _sums(grouped, maximum, first_scale)
                 _store_f32(at, tl.where(sums != sums, INF, maximum + 0.0))
                 _store_f32(at + groups * SUMS, sums)
-                if wants_sum & wants_raw & (scale != raw_scale):
-                    _store_f32(at + groups * RAW_SUMS, _sums(grouped, maximum, raw_scale))
-                if wants_moment:
-                    _store_f32(at + groups * MOMENTS, _moments(grouped, maximum, scale))
+                both = wants_sum & wants_raw & (scale != raw_scale)
+                if both | wants_moment:
+                    # Loaded again: kept until here, the logits would take registers in every row.
+                    x = _tile(logits_row, first, vocab)
+                    grouped = tl.reshape(x.to(tl.float32), [GROUPS_OF_TILE, GROUP])
+                    if both:
+                        _store_f32(at + groups * RAW_SUMS, _sums(grouped, maximum, raw_scale))
+                    if wants_moment:
+                        _store_f32(at + groups * MOMENTS, _moments(grouped, maximum, scale))
