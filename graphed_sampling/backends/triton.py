@@ -49,8 +49,8 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 # Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
 # thread, which rare branches would otherwise drive up. None of it changes a result: sums over
 # groups are integers, and those inside a group are a fixed tree.
-_STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 48}
-_STREAM_32_BITS: Final = {"num_warps": 4, "maxnreg": 56}
+_STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 32}
+_STREAM_32_BITS: Final = {"num_warps": 4, "maxnreg": 40}
 _FINISH: Final = {"num_warps": 4, "maxnreg": 128}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
 _DENSE_PROGRAMS: Final = 264  # that share what `finish` leaves: mostly nothing
