@@ -150,7 +150,7 @@ def test_dtype_and_layout_change_no_bit(pair: BackendDevice, dtype: str, vocab: 
         return host.record
 
     expected = record(torch.float32, "contiguous")
-    for placement in PLACEMENTS:
+    for placement in PLACEMENTS[:: pair.rows(1, 2)]:
         assert torch.equal(record(DTYPES[dtype], placement), expected), placement
 
 
@@ -198,7 +198,12 @@ def routes(checked: CheckedTable, rows: int) -> list[str]:
     }
     at = triton._scratch(checked.table.layout)
     scratch: torch.Tensor = checked.sampler._step._scratch.cpu()
-    return [names[kind] for kind in scratch[rows * at.words :][:rows].tolist()]
+    by_row = int(getattr(kinds.PLAN_BY_ROW, "value", kinds.PLAN_BY_ROW))
+    found = []
+    for row, kind in enumerate(scratch[rows * at.words :][:rows].tolist()):
+        fell_back = names[kind] != "finish" and scratch[row * at.words + at.plan + by_row]
+        found.append("row" if fell_back else names[kind])
+    return found
 
 
 def run_alone(
@@ -329,6 +334,39 @@ def test_many_flat_rows(pair: BackendDevice) -> None:
     checked.check_state()
     checked.tally.check()
     assert routes(checked, rows) == ["bracket"] * rows
+
+
+def test_the_last_super_ends_with_the_row(pair: BackendDevice) -> None:
+    """Above 2**21 tokens a super has more groups than a tile of `stream`."""
+    vocab = 2**21 + 100
+    layout = RequestTable(1, vocab, device="cpu", penalties=False).layout
+    at = triton._scratch(layout)
+    assert at.groups % at.super_groups == 0
+    assert at.groups * triton.GROUP % triton.TILE == 0
+    if pair.interpreted:
+        return  # a row takes minutes
+    row = np.full(vocab, -30.0)
+    row[:4096] = 0.0
+    row[-100:] = 8.0
+    checked = CheckedTable(pair, vocab, 3, penalties=False)
+    for seed in range(3):
+        checked.admit(SamplingParams(seed=seed, logprobs=0))
+    logits = place(np.tile(row, (3, 1)), pair.device, torch.float32, "padded").logits
+    checked.step(logits, range(3), words=torch.tensor([0, -1, 1 << 62]))
+    checked.tally.check(ambiguous=0.5)
+
+
+def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:
+    """Some hundred candidates all over a row whose vocabulary would allow for a bracket."""
+    vocab = 33_000
+    rng = np.random.default_rng(6)
+    row = rng.normal(-20, 0.5, vocab)
+    row[rng.permutation(vocab)[:400]] = rng.normal(0, 0.1, 400)
+    cases = {
+        "typical_p": (row, {"typical_p": 0.9}, "list"),
+        "eta": (row, {"eta_cutoff": 1e-4}, "list"),
+    }
+    check_routes(pair, cases, torch.float32, [])
 
 
 def test_rows_of_one_tile_more_or_less(pair: BackendDevice) -> None:

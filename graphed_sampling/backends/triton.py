@@ -47,8 +47,8 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 """Bits of `mode`: which optional inputs there are."""
 
 # Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
-# thread, which rare branches would otherwise drive up. None of it changes a result: sums over
-# groups are integers, and those inside a group are a fixed tree.
+# thread, which rare branches would otherwise drive up. None of it changes a result: see
+# triton_kernels/__init__.py.
 _STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 32}
 _STREAM_32_BITS: Final = {"num_warps": 4, "maxnreg": 40}
 _FINISH: Final = {"num_warps": 4, "maxnreg": 128}
@@ -132,6 +132,7 @@ def _scratch(layout: TableLayout) -> _Scratch:
     # Whole tiles, whose programs write the statistics of all their groups.
     groups = -(-layout.vocab_size // (2 * TILE)) * (2 * TILE // GROUP)
     super_groups = 1 << (-(-groups // SUPERS) - 1).bit_length()
+    groups += -groups % super_groups  # whole supers too
     masses = 6 * groups + SUPERS
     plan = masses + 2 * groups
     candidates = plan + 16

@@ -7,8 +7,10 @@ list of them. Rows whose list would be too long (flat distributions, enormous to
 `dense`, which goes over the row itself.
 
 Nothing here depends on the batch: groups, lists and the order of every floating-point sum are
-functions of the row. Sums over groups are integers, whose order does not matter; sums inside a
-group, and of a few groups, are a fixed binary tree, whatever layout the compiler chooses.
+functions of the row. Of the sums that a result is made of, those over groups are integers, whose
+order does not matter; those inside a group, and over the groups of a super, go in one fixed order,
+whatever layout the compiler chooses. Sums that only bound what has to be looked at, which is
+checked afterwards, go as the compiler likes, though in every batch alike.
 
     streaming    the kernel `stream`: the first pass
     finishing    the kernel `finish`: the rest of most rows

@@ -64,11 +64,13 @@ DONE, BY_ROW, BY_LIST, BY_BRACKET, BY_SIGMA = (_constant(i) for i in range(5))
 
 # Words of a plan: what `finish` found out, the bracket of a flat row's cut, and what
 # `dense` counts there.
-PLAN_BANS, PLAN_NAN, PLAN_COUNT, PLAN_LOW, PLAN_HIGH, PLAN_BINS, PLAN_LISTED, PLAN_ABOVE = (
+PLAN_BANS, PLAN_NAN, PLAN_COUNT, PLAN_LOW, PLAN_HIGH, PLAN_FACTOR, PLAN_LISTED, PLAN_ABOVE = (
     _constant(i) for i in range(8)
 )
 
 PLAN_LARGEST = PLAN_COUNT  # of a flat row, whose list is another
+PLAN_Z_BOUND = PLAN_LOW  # of a row that goes by its list: a float64, two words
+PLAN_BY_ROW = _constant(11)  # whether `dense` went over the whole row in the end
 
 # How many tiles of a flat row `dense` is through with; and, in the first row's plan, how many tiles
 # and rows its programs have taken.
@@ -80,7 +82,6 @@ CHECK_GRAMMAR, CHECK_ALLOWED, CHECK_PENALTIES = _constant(1), _constant(2), _con
 # Rows whose processed logits the contract replaces.
 NORMAL, POSITIVE_INFINITY, EMPTY_ROW = _constant(0), _constant(1), _constant(2)
 P_FLAGS = _constant(int(Param.FLAGS))
-P_TEMPERATURE = _constant(int(Param.TEMPERATURE))
 P_TOP_K = _constant(int(Param.TOP_K))
 P_TOP_P = _constant(int(Param.TOP_P))
 P_MIN_P = _constant(int(Param.MIN_P))

@@ -10,7 +10,6 @@ from graphed_sampling.backends.triton_kernels.constants import (
     BRACKETED,
     BY_BRACKET,
     BY_LIST,
-    BY_ROW,
     BY_SIGMA,
     DONE,
     EMPTY_ROW,
@@ -24,20 +23,18 @@ from graphed_sampling.backends.triton_kernels.constants import (
     NEG_INF,
     NORMAL,
     ONE,
-    P_EPSILON,
-    P_ETA,
     P_FLAGS,
     P_NUM_BIAS,
     P_SCALE,
     P_TOP_K,
     P_TOP_P,
-    P_TYPICAL,
     P_WIDE_SCALE,
     PLAN_ABOVE,
     PLAN_BANS,
-    PLAN_BINS,
+    PLAN_BY_ROW,
     PLAN_COLLECTED,
     PLAN_COUNT,
+    PLAN_FACTOR,
     PLAN_HIGH,
     PLAN_LARGEST,
     PLAN_LISTED,
@@ -45,6 +42,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     PLAN_NAN,
     PLAN_ROWS_TAKEN,
     PLAN_TILES_TAKEN,
+    PLAN_Z_BOUND,
     POSITIVE_INFINITY,
     R_EMPTY,
     R_NAN,
@@ -110,9 +108,9 @@ def _bracket_masses(y, largest, scale):
 
 
 @triton.jit
-def _bin(y, low, bins):
+def _bin(y, low, factor):
     """The part of the bracket that y lies in. Never falls as y rises."""
-    return tl.minimum(tl.maximum(((y - low) * bins).to(tl.int32), 0), BINS - 1)
+    return tl.minimum(tl.maximum(((y - low) * factor).to(tl.int32), 0), BINS - 1)
 
 
 @triton.jit(noinline=True)
@@ -149,13 +147,13 @@ def _collect(row, plan, scratch, first, bracket_at, bins_at, groups):
         tl.store(list_y + BRACKETED + position, ids, mask=store)
         mass = _bracket_masses(y, largest, _f32(params + P_SCALE))
         bins = (scratch + bins_at).to(tl.pointer_type(tl.int64))
-        bin_ = _bin(y, low, _f32(plan + PLAN_BINS))
+        bin_ = _bin(y, low, _f32(plan + PLAN_FACTOR))
         tl.atomic_add(bins + bin_, mass, mask=listed != 0, sem="relaxed")
 
 
 @triton.jit
 def _bracket_sums(list_y, count, largest, scale, key0, key1, key2):
-    """Of the bracket's tokens that reach each of three keys: numbers, 20 bits each, and masses."""
+    """Of a list's tokens that reach each of three keys: numbers, 20 bits each, and masses."""
     number = tl.zeros([ROW_TILE], tl.int64)
     mass0 = tl.zeros([ROW_TILE], tl.int64)
     mass1 = tl.zeros([ROW_TILE], tl.int64)
@@ -177,8 +175,8 @@ def _bracket_sums(list_y, count, largest, scale, key0, key1, key2):
 
 @triton.jit(noinline=True)
 def _bracket_cut(list_y, list_ids, count, low, high, largest, scale, target, vocab):
-    """Where the bracket's tokens first weigh `target`: (lowest, lowest_id, how many are kept).
-    None are kept where all of them together weigh less."""
+    """Where a list's tokens, between low and high, first weigh `target`: (lowest, lowest_id, how
+    many are kept). None are kept where all of them together weigh less."""
     low_key = _key(low).to(tl.int64)
     high_key = _key(high).to(tl.int64)
     at_low = count
@@ -349,7 +347,7 @@ def _from_bracket(
     left += tl.sum(tl.where(bin_ <= cut_bin, in_bins, 0))
     count = tl.load(plan + PLAN_LISTED)
     low = _f32(plan + PLAN_LOW)
-    factor = _f32(plan + PLAN_BINS)
+    factor = _f32(plan + PLAN_FACTOR)
     list_y = scratch + bracket_at
     list_ids = list_y + BRACKETED
     cut_y = scratch + candidates_at
@@ -436,13 +434,12 @@ def _after_sigma(
 
 @triton.jit
 def _dense(
-    row, state, words, given, index, out, scratch, plan, kind_at, flags, mode, groups, stop_ids,
+    row, state, words, given, index, out, scratch, plan, kind, flags, mode, groups, stop_ids,
     given_ids, max_logprobs, max_logprob_ids, recent_tokens, candidates_at, bracket_at, bins_at,
     masses_at, penalties, SUPER: tl.constexpr,
 ):  # fmt: skip
     """All that `finish` left of a row."""
     params, vocab = row[1], row[11]
-    kind = tl.load(kind_at)
     num_bias = tl.load(params + P_NUM_BIAS)
     num_bans = tl.load(plan + PLAN_BANS)
     split, both = _split(flags, params, row, num_bias + num_bans)
@@ -481,7 +478,7 @@ def _dense(
                     stats_total,
                 )  # fmt: skip
             # Where the list ends, as `finish` bounded it.
-            z_bound = _i64(plan + PLAN_LOW).to(tl.float64, bitcast=True)
+            z_bound = _i64(plan + PLAN_Z_BOUND).to(tl.float64, bitcast=True)
         list_y = scratch + candidates_at
         complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
             list_y, list_y + LISTED, tl.load(plan + PLAN_COUNT), largest, scale, params,
@@ -498,14 +495,12 @@ def _dense(
             row, params, scratch, plan, candidates_at, bracket_at, bins_at, masses_at, groups,
             vocab, num_bias, num_bans, largest, word, SUPER,
         )  # fmt: skip
-        later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
-        if later | (_f32(params + P_ETA) > 0):
-            complete = 0
+    # For who wants to know by which way a row went.
+    tl.store(plan + PLAN_BY_ROW, (complete == 0).to(tl.int32))
     if complete == 0:
         token, highest, lowest, lowest_id, total, num_kept = _dense_row(
             row, params, vocab, num_bias, num_bans, special, fallback, largest, word
         )
-        tl.store(kind_at, BY_ROW)  # for who wants to know by which way a row went
     row_flags = tl.where(tl.load(plan + PLAN_NAN) != 0, R_NAN, 0)
     row_flags |= tl.where(special == POSITIVE_INFINITY, R_POS_INF, 0)
     row_flags |= tl.where(special == EMPTY_ROW, R_EMPTY, 0)
@@ -618,7 +613,7 @@ def dense(
                     tl.debug_barrier()
                 _dense(
                     row, state + slot * state_words, words, given, index,
-                    output + index * output_words, row_scratch, plan, kinds + index, flags, mode,
+                    output + index * output_words, row_scratch, plan, kind, flags, mode,
                     groups, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
                     candidates_at, bracket_at, bins_at, masses_at, penalties, SUPER,
                 )  # fmt: skip

@@ -51,9 +51,9 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_WIDE_SCALE,
     PLAN_ABOVE,
     PLAN_BANS,
-    PLAN_BINS,
     PLAN_COLLECTED,
     PLAN_COUNT,
+    PLAN_FACTOR,
     PLAN_HIGH,
     PLAN_LARGEST,
     PLAN_LISTED,
@@ -61,6 +61,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     PLAN_NAN,
     PLAN_ROWS_TAKEN,
     PLAN_TILES_TAKEN,
+    PLAN_Z_BOUND,
     R_NAN,
     RAW_MAXIMA,
     RAW_SUMS,
@@ -218,7 +219,7 @@ def _first_bound(
         if top_p >= 1:
             narrow_mean = mean.to(tl.float32)
         if (top_p < 1) | (typical < 1):
-            found = typical > 1
+            found = top_p > 1  # not yet
             z = tl.full((), 0.0, tl.float32)
             if top_p < 1:
                 z, found = _nucleus_bound(
@@ -259,7 +260,7 @@ def _first_bound(
 @triton.jit
 def _select(
     row, scratch, params, super_maxima, super_masses, total, groups, vocab, num_bias, num_bans,
-    largest, word, plain, candidates_at, plan_low, SUPER: tl.constexpr,
+    largest, word, plain, candidates_at, z_bound_at, SUPER: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw from group statistics.
 
@@ -310,8 +311,13 @@ def _select(
             group_list = scratch + groups * GROUP_LIST
             list_y = scratch + candidates_at
             list_ids = list_y + LISTED
-            few = ((top_k > 0) & (top_k <= MAX_LISTED_TOP_K)) | (wants_sum == 0)
-            if wants_sum:
+            later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
+            later = later | (_f32(params + P_ETA) > 0)
+            bracketed = wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED)
+            bracketed = bracketed & (later == 0)
+            few = True
+            if bracketed:
+                # Of flat rows nearly all groups reach the bound: none of them need be listed.
                 few = tl.sum((super_maxima >= bound).to(tl.int32)) <= SUPERS // 2
             listed = MAX_GROUPS_READ + 1
             if few:
@@ -330,8 +336,6 @@ def _select(
                     count = _list_checked_candidates(
                         row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans
                     )
-            later = (_f32(params + P_TYPICAL) < 1) | (_f32(params + P_EPSILON) > 0)
-            later = later | (_f32(params + P_ETA) > 0)
             if (count <= TINY) & (later == 0):
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
                     list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
@@ -358,10 +362,10 @@ def _select(
                 kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LISTED:
                 kind = BY_LIST
-                _store_i64(plan_low, z_bound.to(tl.int64, bitcast=True))
+                _store_i64(z_bound_at, z_bound.to(tl.int64, bitcast=True))
             else:
                 kind = BY_ROW
-            if (kind == BY_ROW) & wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED):
+            if (kind == BY_ROW) & bracketed:
                 kind = BY_BRACKET
     return kind, count, token, highest, lowest, lowest_id, total, num_kept
 
@@ -499,7 +503,7 @@ def _finish_row(
             raw_total = tl.sum(raw_masses)
         kind, count, token, highest, lowest, lowest_id, total, num_kept = _select(
             row, scratch, params, super_maxima, masses, total, groups, vocab, num_bias, num_bans,
-            largest, word, plain, candidates_at, plan + PLAN_LOW, SUPER,
+            largest, word, plain, candidates_at, plan + PLAN_Z_BOUND, SUPER,
         )  # fmt: skip
     if kind == DONE:
         tl.debug_barrier()
@@ -521,7 +525,7 @@ def _finish_row(
             _store_f32(plan + PLAN_LARGEST, largest)
             _store_f32(plan + PLAN_LOW, low)
             _store_f32(plan + PLAN_HIGH, high)
-            _store_f32(plan + PLAN_BINS, BINS / (high - low))
+            _store_f32(plan + PLAN_FACTOR, BINS / (high - low))
             bins = (scratch + bins_at).to(tl.pointer_type(tl.int64))
             tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
             tl.store(plan + PLAN_LISTED, 0)

@@ -310,7 +310,7 @@ def _rank(value, row, maxima, scratch, groups, num_bias, num_bans, processed, SU
 
 @triton.jit(noinline=True)
 def _processed_token(row, token, special, fallback, num_bias, num_bans):
-    """x and y of one token."""
+    """y of one token."""
     ids = token + tl.zeros([1], tl.int32)
     x = _sanitised(row[0], ids, ids >= 0)
     y = _special(_processed(x, ids, ids >= 0, row, num_bias, num_bans), ids, special, fallback)

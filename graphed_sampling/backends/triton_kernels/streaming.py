@@ -148,7 +148,7 @@ def _stream_checked(row, first, at, groups, wants_sum, wants_moment, scale, WIDT
     y = x
     # Few tokens were seen: they are taken one after the other, in all parts at once.
     for _seen in range(tl.max(_bit_count(left))):
-        bit = _lowest_bit(left)
+        bit = _lowest_bit(left) & 31
         here = (column == bit[:, None]) & (left != 0)[:, None]
         value = tl.sum(tl.where(here, y, 0.0), 1)
         counted = (left != 0) & (((in_output >> bit) & 1) != 0)
