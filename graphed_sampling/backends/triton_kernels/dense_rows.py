@@ -496,7 +496,7 @@ def _dense(
             vocab, num_bias, num_bans, largest, word, SUPER,
         )  # fmt: skip
     # For who wants to know by which way a row went.
-    tl.store(plan + PLAN_BY_ROW, (complete == 0).to(tl.int32))
+    tl.store(plan + PLAN_BY_ROW, tl.where(complete == 0, 1, 0))
     if complete == 0:
         token, highest, lowest, lowest_id, total, num_kept = _dense_row(
             row, params, vocab, num_bias, num_bans, special, fallback, largest, word
