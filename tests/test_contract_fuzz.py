@@ -166,9 +166,8 @@ def test_any_run_equals_the_reference(backend_device: BackendDevice) -> None:
         total.add(checked.tally)
 
     check()
-    # Hypothesis likes extreme words and equal logits, where rounding decides often: the word below
-    # a boundary may round to it.
-    total.check(ambiguous=0.2, differences=0.05)
+    # Hypothesis likes extreme words and equal logits, where rounding decides often.
+    total.check(ambiguous=0.2)
 
 
 def test_no_row_is_empty_or_out_of_range(backend_device: BackendDevice) -> None:

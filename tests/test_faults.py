@@ -679,7 +679,7 @@ def test_two_tables_share_scratch(backend_device: BackendDevice) -> None:
     """
     on_gpu = backend_device.device.type == "cuda"
     rounds = 1000 if on_gpu else backend_device.rows(60, 1)
-    vocab = backend_device.rows(3000, 500)
+    vocab = 3000
 
     def stepper(number: int) -> Callable[[], torch.Tensor]:
         """Makes a table and its sampler; the function returned steps them for all records."""

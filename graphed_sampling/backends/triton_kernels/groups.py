@@ -378,10 +378,18 @@ def _listed_tokens(group_list, first, count, vocab, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def _position(share, inside, mass, total):
+    """How far into parts of an int64 total a draw reaches that reaches `inside` far into their
+    mass, a share (float64 in [0, 1)) of it. Where both add up to the same nothing is rounded."""
+    rounded = tl.minimum((share * total.to(tl.float64)).to(tl.int64), total - 1)
+    return tl.where(total == mass, inside, rounded)
+
+
+@triton.jit
 def _inside_group(
-    row, group, maximum, scale, share, vocab, num_bias, num_bans, PLAIN: tl.constexpr
+    row, group, maximum, scale, share, place, mass, vocab, num_bias, num_bans, PLAIN: tl.constexpr
 ):
-    """The token at `share` (float64 in [0, 1)) of a group's mass."""
+    """The token at `share` (float64 in [0, 1)) of a group's mass, `place` far into it."""
     ids = group * 64 + tl.arange(0, GROUP)
     inside = ids < vocab
     y = _sanitised(row[0], ids, inside)
@@ -390,13 +398,17 @@ def _inside_group(
     z = tl.where(y > NEG_INF, (y.to(tl.float64) - maximum.to(tl.float64)) * scale, 0.0)
     q = tl.where(y > NEG_INF, _masses(_exp2(z)), 0)
     total = tl.sum(q)
-    position = tl.minimum((share * total.to(tl.float64)).to(tl.int64), total - 1)
+    position = _position(share, place, mass, total)
     return group * 64 + tl.sum((tl.cumsum(q, 0) <= position).to(tl.int32))
 
 
 @triton.jit(noinline=True)
-def _inside_checked_group(row, group, maximum, scale, share, vocab, num_bias, num_bans):
-    return _inside_group(row, group, maximum, scale, share, vocab, num_bias, num_bans, False)
+def _inside_checked_group(
+    row, group, maximum, scale, share, place, mass, vocab, num_bias, num_bans
+):
+    return _inside_group(
+        row, group, maximum, scale, share, place, mass, vocab, num_bias, num_bans, False
+    )
 
 
 @triton.jit
@@ -406,7 +418,8 @@ def _draw_from_groups(
 ):  # fmt: skip
     """A token drawn from all: its super by mass, then a group of it, then inside the group."""
     up_to = tl.cumsum(super_masses, 0)
-    over = up_to <= _mulhi(word, total)
+    place = _mulhi(word, total)
+    over = up_to <= place
     super_ = tl.minimum(tl.sum(over.to(tl.int32)), SUPERS - 1)
     before = tl.max(tl.where(over, up_to, 0))
     of_super = tl.min(tl.where(over, total, up_to)) - before
@@ -416,18 +429,21 @@ def _draw_from_groups(
     base = tl.max(group_maxima)
     mass = _group_masses(group_maxima, _floats(sums, g, g >= 0), base, narrow_scale)
     inner = tl.sum(mass)
-    position = share * inner.to(tl.float64)
-    over = tl.cumsum(mass, 0) <= tl.minimum(position.to(tl.int64), inner - 1)
+    place = _position(share, place - before, of_super, inner)
+    over = tl.cumsum(mass, 0) <= place
     group = super_ * SUPER + tl.sum(over.to(tl.int32))
     before = tl.sum(tl.where(over, mass, 0))
     of_group = tl.sum(tl.where(g == group, mass, 0))
-    share = (position - before.to(tl.float64)) / of_group.to(tl.float64)
+    place -= before
+    share = (share * inner.to(tl.float64) - before.to(tl.float64)) / of_group.to(tl.float64)
     share = tl.minimum(tl.maximum(share, 0.0), 0.9999999999999999)
     maximum = _f32(maxima + group)
     if plain:
-        token = _inside_group(row, group, maximum, scale, share, vocab, 0, 0, True)
+        token = _inside_group(row, group, maximum, scale, share, place, of_group, vocab, 0, 0, True)
     else:
-        token = _inside_checked_group(row, group, maximum, scale, share, vocab, num_bias, num_bans)
+        token = _inside_checked_group(
+            row, group, maximum, scale, share, place, of_group, vocab, num_bias, num_bans
+        )
     return token
 
 

@@ -179,9 +179,7 @@ POINTERS = (
 )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=(*INTEGERS, "max_requests", "tiles"), do_not_specialize_on_alignment=POINTERS
-)
+@triton.jit(do_not_specialize=(*INTEGERS, "max_requests"), do_not_specialize_on_alignment=POINTERS)
 def stream(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
