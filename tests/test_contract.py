@@ -424,3 +424,18 @@ def test_differences_and_cutoffs_at_the_ends_of_fp32(
     logits = torch.tensor([values], dtype=torch.float32, device=backend_device.device)
     table.step(logits, [slot], words=torch.tensor([word]))
     table.tally.check()
+
+
+def test_words_on_both_sides_of_boundaries_of_equal_logits(backend_device: BackendDevice) -> None:
+    """Masses of equal logits are exact, and so is where one ends and the next begins."""
+    vocab = 32
+    order = backend_device.order(vocab)
+    table = RequestTable(2, vocab, device=backend_device.device)
+    slots = torch.tensor([table.admit(SamplingParams(seed=i)) for i in range(2)]).int()
+    sampler = Sampler(table, backend_device.backend)
+    logits = torch.full((2, vocab), 1.5, device=backend_device.device)
+    for k in (1, 7, 15, 16, 31):
+        boundary = k << 59
+        words = [w - (1 << 64) if w >> 63 else w for w in (boundary - 1, boundary)]
+        tokens = sampler(logits, slots, words=torch.tensor(words)).token_ids.tolist()
+        assert tokens == [int(order[k - 1]), int(order[k])], k
