@@ -439,3 +439,23 @@ def test_words_on_both_sides_of_boundaries_of_equal_logits(backend_device: Backe
         words = [w - (1 << 64) if w >> 63 else w for w in (boundary - 1, boundary)]
         tokens = sampler(logits, slots, words=torch.tensor(words)).token_ids.tolist()
         assert tokens == [int(order[k - 1]), int(order[k])], k
+
+
+def test_words_on_both_sides_of_the_middle_of_a_symmetric_row(
+    backend_device: BackendDevice,
+) -> None:
+    """What is rounded in a sum over tokens must not carry a word over a boundary inside it."""
+    for vocab in (4, 8):
+        order = backend_device.order(vocab)
+        table = RequestTable(2, vocab, device=backend_device.device)
+        slots = torch.tensor([table.admit(SamplingParams(seed=i)) for i in range(2)]).int()
+        sampler = Sampler(table, backend_device.backend)
+        generator = torch.Generator().manual_seed(vocab)
+        for _ in range(backend_device.rows(50, 12)):
+            half = torch.randn(vocab // 2, generator=generator) * 2
+            row = torch.empty(vocab)
+            row[torch.from_numpy(order).long()] = torch.cat([half, half.flip(0)])
+            logits = row.expand(2, vocab).contiguous().to(backend_device.device)
+            words = torch.tensor([(1 << 63) - 1, -(1 << 63)])
+            tokens = sampler(logits, slots, words=words).token_ids.tolist()
+            assert tokens == [int(order[vocab // 2 - 1]), int(order[vocab // 2])], half

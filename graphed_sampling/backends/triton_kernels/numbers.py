@@ -148,8 +148,10 @@ def _target(share, total):
 def _share(word, total, before, mass):
     """float64 in [0, 1): how far into a part of a total, from `before` on and of that mass, the
     word reaches."""
-    # What the multiplication leaves over is how far into its integer part, in 1 / 2**64.
-    fraction = (word * total).to(tl.uint64).to(tl.float64) * 5.421010862427522e-20
+    # What the multiplication leaves over is how far into its integer part, in 1 / 2**64. Of that
+    # the first bits: all of them would round up to a whole, and reach a boundary that the word does
+    # not reach.
+    fraction = ((word * total).to(tl.uint64) >> 58).to(tl.float64) * 0.015625
     inside = (_mulhi(word, total) - before).to(tl.float64)
     return (inside + fraction) / mass.to(tl.float64)
 
