@@ -4,6 +4,7 @@
 
 #include "philox_checks.h"
 #include "philox_words.h"
+#include "sample_step_arguments.h"
 #include "scatter_checks.h"
 #include "scatter_segments.h"
 #include "torch_compat.h"
@@ -36,10 +37,27 @@ Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_n
   return words;
 }
 
+void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, const Tensor& state,
+               const Tensor& tables, const Tensor& output, const Tensor& scratch,
+               std::vector<int64_t> layout, std::optional<Tensor> grammar_bitmask,
+               std::optional<Tensor> words, std::optional<Tensor> given) {
+  const StepArguments arguments = step_arguments(logits, slots, params, state, tables, output,
+                                                 scratch, layout, grammar_bitmask, words, given);
+  const int32_t device = logits.get_device_index();
+  const DeviceGuard guard(device);
+  int major = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
+  error = launch_sample_step(arguments, major >= 9,
+                             static_cast<cudaStream_t>(current_cuda_stream(device)));
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
+}
+
 }  // namespace
 }  // namespace graphed_sampling
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CUDA, library) {
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
   library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
+  library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));
 }

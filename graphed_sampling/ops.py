@@ -2,6 +2,7 @@
 
     torch.ops.graphed_sampling.sample            stateless: one parameter row per logits row
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
+    torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, unchecked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
 
@@ -40,6 +41,11 @@ _LIBRARY.define(
     "sample_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, str backend, *, "
     "Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None) -> ()"
+)
+_LIBRARY.define(
+    "cuda_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
+    "Tensor(c!) output, Tensor(d!) scratch, int[] layout, Tensor? grammar_bitmask=None, "
+    "Tensor? words=None, Tensor? given=None) -> ()"
 )
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
@@ -358,6 +364,7 @@ _LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake("graphed_sampling::cuda_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
 torch.library.register_autograd(

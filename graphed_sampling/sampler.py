@@ -94,11 +94,12 @@ def new_output(table: RequestTable, rows: int) -> StepOutput:
 
 
 def new_scratch(table: RequestTable, backend: str, rows: int) -> Tensor:
-    """int32 scratch for steps of up to `rows` rows of `backend`."""
+    """int32 scratch for steps of up to `rows` rows of `backend`: zeros, which a step leaves as the
+    next one needs them."""
     backend = backends.resolve(backend, table.device)
     words = backends.module(backend).scratch_words(table.layout, rows)
     with torch.inference_mode(False):
-        return torch.empty(words, dtype=torch.int32, device=table.device)
+        return torch.zeros(words, dtype=torch.int32, device=table.device)
 
 
 def outlive_stream(*tensors: Tensor) -> None:

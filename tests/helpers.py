@@ -60,14 +60,21 @@ class BackendDevice:
         """Whether it runs in Triton's interpreter, where a row takes some 100 ms."""
         return self.backend == "triton" and self.device.type == "cpu"
 
+    @property
+    def emulated(self) -> bool:
+        """Whether it runs in the emulation of CUDA, where a row takes some 5 ms."""
+        return self.backend == "cuda" and self.device.type == "cpu"
+
     def rows(self, many: int, few: int) -> int:
         """How many rows, steps or examples a test takes: few in the interpreter."""
+        if self.emulated:
+            return min(many, 10 * few)
         return few if self.interpreted else many
 
     def require_speed(self) -> None:
         """Skip a test that proves nothing with a few hundred rows."""
-        if self.interpreted:
-            pytest.skip("needs thousands of rows, which take Triton's interpreter minutes")
+        if self.interpreted or self.emulated:
+            pytest.skip("needs thousands of rows, which would take minutes here")
 
     def require_dtype(self, dtype: str) -> None:
         """Skip all dtypes but one in the interpreter, where only a load depends on it."""

@@ -22,7 +22,7 @@ from types import ModuleType
 from torch import Tensor, cuda
 from torch import device as Device
 
-NAMES = ("cpu", "triton", "torch")
+NAMES = ("cpu", "triton", "torch", "cuda")
 """Every backend, in the order in which `auto` tries them."""
 
 

@@ -1,0 +1,106 @@
+// What kernels and the declarations of their launches include in place of CUDA's headers, so that
+// one source compiles twice: by nvcc for a GPU, and by a C++ compiler, with
+// GRAPHED_SAMPLING_EMULATION defined, for the CPU. Inline PTX belongs here: each wrapper says the
+// same on both sides. C++ files of the CUDA build, which only call launches, get the types of
+// CUDA's runtime.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#elif defined(GRAPHED_SAMPLING_EMULATION)
+#include "../emulation/emulation.h"
+#else
+#include <cuda_runtime_api.h>
+#endif
+
+#if defined(__CUDACC__) || defined(GRAPHED_SAMPLING_EMULATION)
+
+// Declares `type* const name`, the launch's dynamic shared memory, aligned to 16 bytes. All names
+// are of the same bytes: CUDA would not take one array declared with two types.
+#ifdef __CUDACC__
+#define DYNAMIC_SHARED(type, name)                                   \
+  extern __shared__ __align__(16) unsigned char gs_dynamic_shared[]; \
+  type* const name = reinterpret_cast<type*>(gs_dynamic_shared)
+#else
+#define DYNAMIC_SHARED(type, name) \
+  type* const name = static_cast<type*>(::emulation::dynamic_shared())
+#endif
+
+namespace graphed_sampling {
+
+// 2 to the x: the GPU's approximation, within 2 ulp or so. Subnormal results are 0.
+__device__ __forceinline__ float ex2_approx(float x) {
+#ifdef __CUDACC__
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  const float result = exp2f(x);
+  return result < 0x1p-126f ? 0.0f : result;  // NaN compares false and stays
+#endif
+}
+
+__device__ __forceinline__ float lg2_approx(float x) {
+#ifdef __CUDACC__
+  return __log2f(x);
+#else
+  return log2f(x);
+#endif
+}
+
+__device__ __forceinline__ float half_to_float(uint16_t bits) {
+#ifdef __CUDACC__
+  return __half2float(__ushort_as_half(bits));
+#else
+  return emulation::half_to_float(bits);
+#endif
+}
+
+__device__ __forceinline__ float bf16_to_float(uint16_t bits) {
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// Programmatic dependent launch. Wait: until the grids before this one have finished and what they
+// wrote can be seen. Launch: the next grid may start (it waits in turn before it reads).
+__device__ __forceinline__ void grid_dependency_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void grid_dependency_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// `programmatic`: the grid may start before the one in front of it on the stream has finished, so
+// the kernel must call grid_dependency_wait(). Devices before 9.0 do not know it: pass false there.
+template <class... P, class... A>
+cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t dynamic_shared,
+                          cudaStream_t stream, bool programmatic, A... arguments) {
+#ifdef __CUDACC__
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = dynamic_shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = programmatic ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+#else
+  static_cast<void>(stream), static_cast<void>(programmatic);
+  return emulation::launch(kernel, grid, threads, dynamic_shared, arguments...);
+#endif
+}
+
+}  // namespace graphed_sampling
+
+#endif

@@ -1,0 +1,56 @@
+// The kernels on the CPU, in a library of the tests: graphed_sampling/ops.py has the schemas, and
+// tests/test_emulation.py loads this. The functions below are for ctypes.
+#define GRAPHED_SAMPLING_EMULATION  // before any header of the kernels
+
+#include <chrono>
+#include <cstdio>
+#include <exception>
+
+#include "../sample_step.cu"
+#include "../sample_step_arguments.h"
+#include "selftest.h"
+
+namespace graphed_sampling {
+namespace {
+
+void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, const Tensor& state,
+               const Tensor& tables, const Tensor& output, const Tensor& scratch,
+               std::vector<int64_t> layout, std::optional<Tensor> grammar_bitmask,
+               std::optional<Tensor> words, std::optional<Tensor> given) {
+  const cudaError_t error =
+      launch_sample_step(step_arguments(logits, slots, params, state, tables, output, scratch,
+                                        layout, grammar_bitmask, words, given),
+                         true, nullptr);
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+}  // namespace graphed_sampling
+
+STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
+  library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));
+}
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED void graphed_sampling_emulation_set_order(uint64_t seed) { emulation::set_order(seed); }
+
+// 0, or 1 with what failed in `message`.
+EXPORTED int graphed_sampling_emulation_selftest(char* message, int size) {
+  try {
+    graphed_sampling::selftest::check_everything();
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(message, static_cast<size_t>(size), "%s", error.what());
+    return 1;
+  }
+}
+
+// Seconds for a block of 256 threads with 1000 shuffles and 100 barriers.
+EXPORTED double graphed_sampling_emulation_speed() {
+  namespace selftest = graphed_sampling::selftest;
+  unsigned result[256];
+  const auto start = std::chrono::steady_clock::now();
+  selftest::run(selftest::speed_kernel, 1, 256, result);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}

@@ -1,0 +1,410 @@
+// One kernel a step
+//
+// A row is read once, by several blocks, each warp a tile of it: of every group of 64 tokens they
+// leave the maximum and the sum of weights in scratch. The block of a row that is through last
+// finishes it: from the groups' statistics it bounds what can be drawn, reads the few groups again
+// that reach the bound, and applies the filters to their tokens. So the end of one row lies beside
+// the reading of others, and no launch depends on data. Who is last decides nothing but who works.
+#include "common/philox.h"
+#include "sample_step.h"
+#include "step/report.h"
+
+namespace graphed_sampling {
+namespace {
+
+constexpr int kTilesOfBlock = kWarps;
+
+GS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Of a row, in words of scratch: the statistics, then the ids that are banned now.
+struct ScratchLayout {
+  int groups, bans, words;
+
+  GS_HOST_DEVICE explicit ScratchLayout(const TableLayout& layout)
+      : groups(ceil_div(layout.vocab_size, kTile) * kGroupsOfTile),
+        bans(kStatistics * groups),
+        words(ceil_div(bans + layout.max_stop_ids + layout.max_bad_words, 32) * 32) {}
+};
+
+// Before the rows: how many blocks of each are through, 0 between steps.
+GS_HOST_DEVICE constexpr int64_t ticket_words(int64_t rows) { return (rows + 31) / 32 * 32; }
+
+// Lists the ids that stop ids below min_tokens and bad words ban now; their number.
+__device__ __noinline__ int list_bans(Shared& shared, Block& block, const TableLayout& layout,
+                                      int32_t* bans) {
+  Task& task = shared.task;
+  const int32_t* params = task.row.params;
+  const int32_t* state = task.row.state;
+  const int num_stop =
+      state[kStateNumGenerated] < params[kParamMinTokens] ? params[kParamNumStop] : 0;
+  for (int i = block.thread(); i < num_stop; i += kThreads) {
+    bans[i] = params[layout.stop_ids() + i];
+  }
+  int count = num_stop;
+  const int num_bad = params[kParamNumBadWords], length = layout.max_bad_word_length;
+  for (int first = 0; first < num_bad; first += kThreads) {
+    const int i = first + block.thread();
+    const int32_t* word = params + layout.bad_words() + int64_t{i} * length;
+    bool matches = i < num_bad;
+    for (int j = 1; j < length && matches; ++j) {
+      matches = word[j] == -1 || word[j] == state[kStateRecent + j - 1];
+    }
+    int number;
+    const int place = count + block.sum_before(matches ? 1 : 0, &number);
+    if (matches) bans[place] = word[0];
+    count += number;
+  }
+  __syncthreads();
+  return count;
+}
+
+// A warp works out a group's statistics anew: lists change its y, or it holds what the first pass
+// does not count with. Whether it holds NaN.
+template <class Logits>
+__device__ __noinline__ bool repair_group(Shared& shared, Block& block, int group) {
+  Task& task = shared.task;
+  const Row& row = task.row;
+  const Wishes& wishes = task.wishes;
+  float x[2], y[2];
+  bool nan = false;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = token_at(group, 2 * block.lane() + i);
+    x[i] = y[i] = kNegInf;
+    if (token < row.vocab) {
+      const float logit = Logits::load(row.logits, token);
+      nan = nan || logit != logit;
+      x[i] = sanitised(logit);
+      y[i] = processed(row, x[i], token);
+    }
+  }
+  float maximum = fmaxf(y[0], y[1]), raw_maximum = fmaxf(x[0], x[1]);
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, step));
+    raw_maximum = fmaxf(raw_maximum, __shfl_xor_sync(kAllLanes, raw_maximum, step));
+  }
+  // Where the maximum is +inf the weights count its equals.
+  const auto weight = [](float value, float largest, float scale) {
+    if (value == kNegInf) return 0.0f;
+    return value == largest ? 1.0f : ex2_approx(z_of(value, largest, scale));
+  };
+  const auto moment_of_one = [](float value, float largest, float scale) {
+    const float z = value == largest ? 0.0f : z_of(value, largest, scale);
+    return value == kNegInf || z < -126.0f ? 0.0f : ex2_approx(z) * z;
+  };
+  float sum = weight(y[0], maximum, row.scale) + weight(y[1], maximum, row.scale);
+  float raw_sum = weight(x[0], raw_maximum, kLog2E) + weight(x[1], raw_maximum, kLog2E);
+  float moment = moment_of_one(y[0], maximum, row.scale) + moment_of_one(y[1], maximum, row.scale);
+  for (int step = 1; step < kWarp; step *= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, step);
+    raw_sum += __shfl_xor_sync(kAllLanes, raw_sum, step);
+    moment += __shfl_xor_sync(kAllLanes, moment, step);
+  }
+  if (block.lane() == 0) {
+    task.at.maxima[group] = maximum;
+    task.at.sums[group] = wishes.total ? sum : raw_sum;
+    if (wishes.mean) task.at.moments[group] = moment;
+    if (wishes.split) task.at.raw_maxima[group] = raw_maximum;
+    if (wishes.split || wishes.both) task.at.raw_sums[group] = raw_sum;
+  }
+  return __any_sync(kAllLanes, nan) != 0;
+}
+
+// Repairs the groups that the first pass marked. Whether there was NaN.
+template <class Logits>
+__device__ __noinline__ bool repair_marked(Shared& shared, Block& block) {
+  Task& task = shared.task;
+  bool nan = false;
+  for (int first = block.warp() * kWarp; first < task.groups; first += kThreads) {
+    const int group = first + block.lane();
+    unsigned marked =
+        __ballot_sync(kAllLanes, group < task.groups && __ldcg(task.at.maxima + group) == kInf);
+    for (; marked != 0; marked &= marked - 1) {
+      nan = repair_group<Logits>(shared, block, first + __ffs(static_cast<int>(marked)) - 1) || nan;
+    }
+  }
+  return __syncthreads_or(nan ? 1 : 0) != 0;
+}
+
+// Repairs the groups of the tokens that lists name.
+template <class Logits>
+__device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
+  Task& task = shared.task;
+  const Row& row = task.row;
+  for (int i = block.warp(); i < row.num_bias + row.num_bans; i += kWarps) {
+    const int token = i < row.num_bias ? row.bias_ids[i] : row.bans[i - row.num_bias];
+    repair_group<Logits>(shared, block, group_of(token));
+  }
+  __syncthreads();
+}
+
+// The lowest id that the grammar bitmask allows; 0 without one, or if it allows none.
+__device__ __noinline__ int fallback_id(Shared& shared, Block& block) {
+  Task& task = shared.task;
+  uint64_t lowest = ~uint64_t{0};
+  if ((task.row.checks & kCheckGrammar) != 0) {
+    for (int token = block.thread(); token < task.row.vocab; token += kThreads) {
+      if (bit_of(task.row.grammar, token)) {
+        lowest = static_cast<uint64_t>(token);
+        break;
+      }
+    }
+  }
+  lowest = block.min_bits(lowest);
+  return lowest == ~uint64_t{0} ? 0 : static_cast<int>(lowest);
+}
+
+// A row's filters and draw from its groups' statistics. Not complete where that takes passes over
+// the whole row.
+template <class Logits>
+__device__ inline Selection select_from_groups(Shared& shared, Block& block, const Maxima& maxima) {
+  Task& task = shared.task;
+  const Row& row = task.row;
+  const int32_t* params = row.params;
+  Selection selection = {};
+  if (row.has(kGreedy)) {
+    const int token = first_maximum<Logits>(shared, block, maxima);
+    return {true, token, {task.largest, task.largest, token}, int64_t{1} << kMassBits, 1};
+  }
+  const float top_p = load_f32(params + kParamTopP);
+  const float typical = load_f32(params + kParamTypicalP);
+  const float epsilon = load_f32(params + kParamEpsilonCutoff);
+  const float eta = load_f32(params + kParamEtaCutoff);
+  const float sigma = load_f32(params + kParamTopNSigma);
+  float bound = -kFltMax;
+  double mean = 0.0, z_bound = -1e300;
+  if (task.wishes.total) {
+    if (top_p >= 1.0f && typical >= 1.0f && epsilon <= 0.0f && eta <= 0.0f) {
+      const int token = draw_from_groups<Logits>(shared, block);
+      return {true, token, {task.largest, kNegInf, row.vocab}, task.total, 0};
+    }
+    if (task.wishes.mean) mean = mean_of_groups(shared, block);
+    if (top_p < 1.0f) {
+      if (!nucleus_bound(shared, block, maxima, top_p, &bound)) return selection;
+    } else {
+      float z;
+      if (typical < 1.0f) {
+        z = mass_bound(shared, block, maxima, 1.0f - typical, static_cast<float>(mean));
+      } else {
+        const float cutoff = epsilon > 0.0f ? epsilon : eta;
+        z = lg2_approx(cutoff) +
+            lg2_approx(static_cast<float>(static_cast<double>(task.total) / kOne));
+        if (epsilon <= 0.0f) z = fminf(z, 0.5f * lg2_approx(cutoff) + static_cast<float>(mean));
+        z -= 0.001f;
+      }
+      z_bound = static_cast<double>(fminf(z, 0.0f));
+      const double scale = load_f64(params + kParamWideScale);
+      bound = fmaxf(bound, round_down(static_cast<double>(task.largest) + z_bound / scale));
+    }
+  } else {
+    if (load_f32(params + kParamMinP) > 0.0f) {
+      const double offset = load_f64(params + kParamMinPOffset);
+      bound = fmaxf(bound, round_down(static_cast<double>(task.largest) + offset));
+    }
+    if (sigma > 0.0f) {
+      const float least = round_up(sigma_bound<Logits>(shared, block, sigma));
+      bound = fmaxf(bound, fminf(least, task.largest));
+    }
+    const int top_k = params[kParamTopK];
+    if (top_k > 0 && top_k <= kMaxListedTopK) {
+      bound = fmaxf(bound, top_bound(shared, block, maxima, task.largest, top_k));
+    }
+  }
+  const int listed = list_groups(shared, block, maxima, bound);
+  if (listed > kListedGroups) return selection;
+  const int count = list_candidates<Logits>(shared, block, row, listed, bound);
+  if (count > kListed) return selection;
+  return filter_list(shared, block, count, task.wishes.total, mean, z_bound);
+}
+
+// From a row's statistics to its token and its next state.
+template <class Logits>
+__device__ inline void finish_row(Shared& shared, Block& block, const StepArguments& a,
+                                  int32_t* out, int32_t* row_scratch, int slot) {
+  Task& task = shared.task;
+  const bool lists = task.row.has(kLists);
+  if (lists) {
+    const int num_bans =
+        list_bans(shared, block, a.layout, row_scratch + ScratchLayout(a.layout).bans);
+    if (block.thread() == 0) {
+      task.row.num_bias = task.row.params[kParamNumBias];
+      task.row.num_bans = num_bans;
+    }
+  }
+  float largest;
+  Maxima maxima = load_maxima(shared, block, task.at.maxima, &largest);
+  int row_flags = 0;
+  if (largest == kInf || lists) {
+    if (largest == kInf && repair_marked<Logits>(shared, block)) row_flags |= kRowNan;
+    if (lists) repair_listed<Logits>(shared, block);
+    maxima = load_maxima(shared, block, task.at.maxima, &largest);
+  }
+  const bool special = largest == kInf || largest == kNegInf;
+  if (largest == kInf) row_flags |= kRowPosInf;
+  if (largest == kNegInf) row_flags |= kRowEmpty;
+  int64_t total = 0;
+  if (task.wishes.total && !special) {
+    total = mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest, task.row.scale);
+  }
+  const int fallback = largest == kNegInf ? fallback_id(shared, block) : 0;
+  if (block.thread() == 0) {
+    task.row.special = largest == kInf      ? kPositiveInfinity
+                       : largest == kNegInf ? kEmptyRow
+                                            : kNormal;
+    task.row.fallback = fallback;
+    task.largest = special ? 0.0f : largest;
+    task.total = total;
+  }
+  __syncthreads();
+  Selection selection = {};
+  if (!special) selection = select_from_groups<Logits>(shared, block, maxima);
+  if (!selection.complete) selection = select_from_row<Logits>(shared, block);
+  int32_t* bits = nullptr;
+  int32_t* counts = nullptr;
+  if (a.layout.penalties) {
+    bits = a.tables + a.layout.output_bits() + int64_t{slot} * a.layout.bitmap_words();
+    counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
+  }
+  report<Logits>(shared, block, a.layout, out, bits, counts, selection, row_flags);
+}
+
+// What processing a row takes, but for what changes while it is finished.
+template <class Logits>
+__device__ inline Row make_row(const StepArguments& a, const Source& source, int index, int slot,
+                               int flags) {
+  Row row = {};
+  static_cast<Source&>(row) = source;
+  row.params = a.params + int64_t{slot} * a.layout.params_words();
+  row.state = a.state + int64_t{slot} * a.layout.state_words();
+  row.flags = flags;
+  row.special = kNormal;
+  row.scale = load_f32(row.params + kParamScale);
+  const int64_t bitmap = int64_t{slot} * a.layout.bitmap_words();
+  if (a.grammar_bitmask != nullptr && (a.given == nullptr || a.given[0] != 0)) {
+    row.checks |= kCheckGrammar;
+    row.grammar =
+        reinterpret_cast<const uint8_t*>(a.grammar_bitmask + index * a.grammar_bitmask_stride);
+  }
+  if (row.has(kAllowed)) {
+    row.checks |= kCheckAllowed;
+    row.allowed = reinterpret_cast<const uint8_t*>(a.tables + bitmap);
+  }
+  if (row.has(kPenalties)) {
+    row.checks |= kCheckPenalties;
+    row.prompt = reinterpret_cast<const uint8_t*>(a.tables + a.layout.prompt_bits() + bitmap);
+    row.output = reinterpret_cast<const uint8_t*>(a.tables + a.layout.output_bits() + bitmap);
+    row.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
+  }
+  row.bias_ids = row.params + a.layout.bias_ids();
+  row.bias_values = row.params + a.layout.bias_values();
+  return row;
+}
+
+template <class Logits>
+__global__ void __launch_bounds__(kThreads, 4) sample_step_kernel(const StepArguments a) {
+  __shared__ Shared shared;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int index = static_cast<int>(blockIdx.y);
+  const int given_slot = a.slots[index];
+  const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
+  const int slot = has_slot ? given_slot : a.layout.max_requests;
+  const int32_t* params = a.params + int64_t{slot} * a.layout.params_words();
+  int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
+  int32_t* out = a.output + int64_t{index} * a.layout.output_words();
+  if (!has_slot) {
+    if (blockIdx.x == 0) write_idle(a.layout, out, nullptr);
+    return;
+  }
+
+  // The logits are asked for before what is wanted of them is known.
+  using Bits = typename Logits::Bits;
+  const Bits* logits = static_cast<const Bits*>(a.logits) + index * a.logits_stride;
+  const Source source = {logits, a.layout.vocab_size,
+                         reinterpret_cast<uintptr_t>(logits) % 16 == 0};
+  const ScratchLayout scratch(a.layout);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int tile = static_cast<int>(blockIdx.x) * kTilesOfBlock + warp;
+  const int group = tile * kGroupsOfTile + lane;
+  const auto ahead = load_halves<Logits, Logits::kHalvesAhead>(source, group, 0);
+
+  const int flags = params[kParamFlags];
+  const bool admitted = (flags & kAdmitted) != 0;
+  if (!admitted || state[kStateFinishReason] != 0) {
+    if (blockIdx.x == 0) write_idle(a.layout, out, admitted ? state : nullptr);
+    return;
+  }
+  int32_t* row_scratch = a.scratch + ticket_words(a.rows) + int64_t{index} * scratch.words;
+  float* statistics = reinterpret_cast<float*>(row_scratch);
+  const Statistics at = {statistics, statistics + scratch.groups, statistics + 2 * scratch.groups,
+                         statistics + 3 * scratch.groups, statistics + 4 * scratch.groups};
+  Task& task = shared.task;
+  if (threadIdx.x == 0) {
+    task.row = make_row<Logits>(a, source, index, slot, flags);
+    task.row.bans = row_scratch + scratch.bans;
+    task.raw_row = task.row;
+    task.raw_row.checks = 0;
+    task.wishes = wishes_of(task.row);
+    task.at = at;
+    task.groups = scratch.groups;
+  }
+  __syncthreads();
+  if (group < scratch.groups) {
+    if (task.wishes.split) {
+      stream_checked_group<Logits>(task.row, task.wishes, group, at);
+    } else {
+      stream_group<Logits>(source, task.wishes, task.row.scale, group, ahead, at);
+    }
+  }
+
+  __syncthreads();
+  if (gridDim.x > 1) {
+    if (threadIdx.x == 0) {
+      __threadfence();
+      // The last one leaves 0 for the next step.
+      const unsigned ticket =
+          atomicInc(reinterpret_cast<unsigned*>(a.scratch) + index, gridDim.x - 1);
+      shared.is_last = ticket == gridDim.x - 1 ? 1 : 0;
+      __threadfence();
+    }
+    __syncthreads();
+    if (shared.is_last == 0) return;
+  }
+  if (threadIdx.x == 0) {
+    const bool words_given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
+    task.word = words_given
+                    ? static_cast<uint64_t>(a.words[index])
+                    : philox_word(static_cast<uint64_t>(load_i64(params + kParamSeed)),
+                                  static_cast<uint64_t>(load_i64(state + kStatePosition)), 0);
+  }
+  // Barriers before the draw make the word known.
+  Block block = {&shared.exchange, 0};
+  finish_row<Logits>(shared, block, a, out, row_scratch, slot);
+}
+
+}  // namespace
+
+int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows) {
+  return ticket_words(rows) + rows * ScratchLayout(layout).words;
+}
+
+cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,
+                               cudaStream_t stream) {
+  const int tiles = ceil_div(arguments.layout.vocab_size, kTile);
+  const dim3 grid(static_cast<unsigned>(ceil_div(tiles, kTilesOfBlock)),
+                  static_cast<unsigned>(arguments.rows));
+  const auto launch = [&](void (*kernel)(StepArguments)) {
+    return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, arguments);
+  };
+  switch (arguments.logits_type) {
+    case LogitsType::kFloat32:
+      return launch(sample_step_kernel<Float32>);
+    case LogitsType::kBFloat16:
+      return launch(sample_step_kernel<BFloat16>);
+    default:
+      return launch(sample_step_kernel<Float16>);
+  }
+}
+
+}  // namespace graphed_sampling

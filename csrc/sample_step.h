@@ -1,0 +1,43 @@
+// One step of a table: from logits to tokens, logprobs and the next state.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device.h"
+#include "common/layout.h"
+
+namespace graphed_sampling {
+
+enum class LogitsType { kFloat32, kBFloat16, kFloat16 };
+
+// Device memory, as `sample_step` in graphed_sampling/ops.py describes it; strides in elements.
+// grammar_bitmask, words and given may be null.
+struct StepArguments {
+  const void* logits;
+  int64_t logits_stride;
+  LogitsType logits_type;
+  int rows;
+  const int32_t* slots;
+  const int32_t* params;
+  int32_t* state;
+  int32_t* tables;
+  int32_t* output;
+  int32_t* scratch;
+  const int32_t* grammar_bitmask;
+  int64_t grammar_bitmask_stride;
+  const int64_t* words;
+  const int32_t* given;
+  TableLayout layout;
+};
+
+// int32 words of scratch that a step of so many rows needs. It must be zeroed once, before its
+// first step; a step leaves it as the next one needs it.
+int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows);
+
+// Enqueues one step of 1 to 65535 rows. Returns the launch's error. Does not synchronise or
+// allocate, so it can be captured. programmatic: the step may begin while the kernel before it
+// ends (programmatic dependent launch; compute capability 9.0).
+cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,
+                               cudaStream_t stream);
+
+}  // namespace graphed_sampling

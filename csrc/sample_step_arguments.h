@@ -1,0 +1,78 @@
+// From the tensors of the op to the arguments of its launcher, on every device. The op's caller has
+// checked shapes; what could write to a stranger's memory is checked again.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "sample_step.h"
+#include "torch_compat.h"
+
+namespace graphed_sampling {
+
+inline const int32_t* int32_words(const Tensor& tensor, const char* name, int64_t count) {
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() && tensor.numel() >= count,
+      "cuda_step: ", name, " must be contiguous int32 of at least ", count, " words");
+  return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, const Tensor& params,
+                                    const Tensor& state, const Tensor& tables, const Tensor& output,
+                                    const Tensor& scratch, const std::vector<int64_t>& layout,
+                                    const std::optional<Tensor>& grammar_bitmask,
+                                    const std::optional<Tensor>& words,
+                                    const std::optional<Tensor>& given) {
+  STD_TORCH_CHECK(layout.size() == TableLayout::kInts, "cuda_step: layout has ", layout.size(),
+                  " numbers");
+  const auto size = [&](size_t i) { return static_cast<int>(layout[i]); };
+  StepArguments a = {};
+  a.layout = {size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7), size(8)};
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= a.layout.vocab_size &&
+                      (logits.stride(1) == 1 || logits.size(1) == 1),
+                  "cuda_step: logits must be [n, >= vocab_size], the last dimension contiguous");
+  const int64_t rows = logits.size(0);
+  STD_TORCH_CHECK(rows >= 1 && rows <= 65535, "cuda_step: there are ", rows,
+                  " rows; it takes 1 to 65535");
+  switch (logits.scalar_type()) {
+    case ScalarType::Float:
+      a.logits_type = LogitsType::kFloat32;
+      break;
+    case ScalarType::BFloat16:
+      a.logits_type = LogitsType::kBFloat16;
+      break;
+    default:
+      STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Half,
+                      "cuda_step: logits must be float32, bfloat16 or float16");
+      a.logits_type = LogitsType::kFloat16;
+  }
+  a.logits = logits.const_data_ptr();
+  a.logits_stride = rows > 1 ? logits.stride(0) : logits.size(1);
+  a.rows = static_cast<int>(rows);
+  const int64_t table_rows = a.layout.rows();
+  a.slots = int32_words(slots, "slots", rows);
+  a.params = int32_words(params, "params", table_rows * a.layout.params_words());
+  a.state = const_cast<int32_t*>(int32_words(state, "state", table_rows * a.layout.state_words()));
+  a.tables = const_cast<int32_t*>(int32_words(tables, "tables", a.layout.tables_words()));
+  a.output = const_cast<int32_t*>(int32_words(output, "output", rows * a.layout.output_words()));
+  a.scratch = const_cast<int32_t*>(
+      int32_words(scratch, "scratch", sample_step_scratch_words(a.layout, rows)));
+  if (grammar_bitmask.has_value()) {
+    STD_TORCH_CHECK(
+        grammar_bitmask->scalar_type() == ScalarType::Int && grammar_bitmask->dim() == 2 &&
+            grammar_bitmask->size(0) == rows && grammar_bitmask->size(1) >= a.layout.bitmap_words(),
+        "cuda_step: grammar_bitmask must be int32 [n, >= ", a.layout.bitmap_words(), "]");
+    a.grammar_bitmask = static_cast<const int32_t*>(grammar_bitmask->const_data_ptr());
+    a.grammar_bitmask_stride = rows > 1 ? grammar_bitmask->stride(0) : 0;
+  }
+  if (words.has_value()) {
+    STD_TORCH_CHECK(words->scalar_type() == ScalarType::Long && words->is_contiguous() &&
+                        words->numel() >= rows,
+                    "cuda_step: words must be contiguous int64 [n]");
+    a.words = static_cast<const int64_t*>(words->const_data_ptr());
+  }
+  if (given.has_value()) a.given = int32_words(*given, "given", 2);
+  return a;
+}
+
+}  // namespace graphed_sampling

@@ -1,0 +1,319 @@
+// What the statistics of groups tell: masses, bounds, which groups to read again.
+#pragma once
+
+#include "shared.h"
+
+namespace graphed_sampling {
+
+__device__ inline int64_t group_mass(float maximum, float sum, float largest, float scale) {
+  if (maximum == kNegInf) return 0;
+  const float z = maximum == largest ? 0.0f : z_of(maximum, largest, scale);
+  return static_cast<int64_t>(static_cast<double>(sum * ex2_approx(z)) * kOne);
+}
+
+// Copies the maxima close by, where they fit. largest: of them.
+__device__ inline Maxima load_maxima(Shared& shared, Block& block, const float* stored,
+                                     float* largest) {
+  Task& task = shared.task;
+  const bool cached = task.groups <= kCachedGroups;
+  __syncthreads();  // their place may still be in use
+  float maximum = kNegInf;
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    const float value = __ldcg(stored + group);
+    if (cached) shared.maxima[group] = value;
+    maximum = fmaxf(maximum, value);
+  }
+  *largest = block.max(maximum);
+  return {cached ? shared.maxima : nullptr, stored};
+}
+
+// The mass of all groups, relative to the largest.
+__device__ inline int64_t mass_of_groups(Shared& shared, Block& block, const float* maxima,
+                                         const float* sums, float largest, float scale) {
+  Task& task = shared.task;
+  int64_t mass = 0;
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    mass += group_mass(__ldcg(maxima + group), __ldcg(sums + group), largest, scale);
+  }
+  return block.sum(mass);
+}
+
+// The mean of z over all tokens.
+__device__ __noinline__ double mean_of_groups(Shared& shared, Block& block) {
+  Task& task = shared.task;
+  int64_t moment = 0;
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    const float z = z_of(__ldcg(task.at.maxima + group), task.largest, task.row.scale);
+    if (z > -126.0f) {
+      const float value = __ldcg(task.at.sums + group) * z + __ldcg(task.at.moments + group);
+      moment += static_cast<int64_t>(static_cast<double>(value * ex2_approx(z)) * kOne);
+    }
+  }
+  return static_cast<double>(block.sum(moment)) / static_cast<double>(task.total);
+}
+
+// Evenly spaced bins between two values, from the upper one down.
+struct Bins {
+  float high, factor;  // in halves, whose difference fp32 holds
+
+  __device__ Bins(float low, float high_) : high(high_ * 0.5f) {
+    const float reach = high - low * 0.5f;
+    factor = reach > 0.0f ? static_cast<float>(kBins) / reach : 0.0f;
+    if (!(factor < kInf)) factor = kFltMax;
+  }
+  // Never falls as the value falls.
+  __device__ int bin(float value) const {
+    return static_cast<int>(fminf((high - value * 0.5f) * factor, kBins - 1.0f));
+  }
+};
+
+// The bin in which what lies in the bins before it and in it reaches `needed`; -1 if all of them do
+// not. before: what lies in the bins before it.
+__device__ inline int find_bin(Shared& shared, Block& block, int64_t needed, int64_t* before,
+                               int64_t* inside) {
+  __syncthreads();
+  const int64_t mine = shared.bins[block.thread()];
+  int64_t total;
+  const int64_t mine_before = block.sum_before(mine, &total);
+  if (mine_before < needed && mine_before + mine >= needed) {
+    shared.found = block.thread();
+    shared.found_before = mine_before;
+    shared.found_mass = mine;
+  }
+  __syncthreads();
+  *before = shared.found_before;
+  *inside = shared.found_mass;
+  return total < needed ? -1 : shared.found;
+}
+
+// A bound that at least k of the groups' maxima reach, and so k tokens; few more do. -FLT_MAX where
+// fewer than k groups hold a token. largest: of the maxima, finite.
+__device__ inline float top_bound(Shared& shared, Block& block, const Maxima& maxima, float largest,
+                                  int k) {
+  Task& task = shared.task;
+  const int enough = k + k / 8 + 4;
+  float low = kInf, high = largest;
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    const float maximum = maxima[group];
+    if (maximum > kNegInf) low = fminf(low, maximum);
+  }
+  low = block.min(low);
+  int reached = 0;  // how many are above `high`
+  for (int step = 0; step < 8; ++step) {
+    const Bins bins(low, high);
+    shared.bins[block.thread()] = 0;
+    __syncthreads();
+    for (int group = block.thread(); group < task.groups; group += kThreads) {
+      const float maximum = maxima[group];
+      if (maximum >= low && maximum <= high) atomicAdd(&shared.bins[bins.bin(maximum)], 1u);
+    }
+    int64_t before, inside;
+    const int bin = find_bin(shared, block, k - reached, &before, &inside);
+    if (bin < 0) return -kFltMax;
+    float smallest = kInf, greatest = kNegInf;
+    for (int group = block.thread(); group < task.groups; group += kThreads) {
+      const float maximum = maxima[group];
+      if (maximum >= low && maximum <= high && bins.bin(maximum) == bin) {
+        smallest = fminf(smallest, maximum);
+        greatest = fmaxf(greatest, maximum);
+      }
+    }
+    low = block.min(smallest);
+    high = block.max(greatest);
+    if (reached + before + inside <= enough || low == high) break;
+    reached += static_cast<int>(before);
+  }
+  return low;
+}
+
+// A bound such that the largest tokens of the groups that reach it weigh top_p of the total by
+// themselves; whoever uses it verifies that by the tokens. False for rows so flat that groups hold
+// several tokens of the nucleus.
+__device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima& maxima,
+                                     float top_p, float* bound) {
+  Task& task = shared.task;
+  const float scale = task.row.scale;
+  // Weights in units of 2**-30 of the total.
+  const float of_largest = static_cast<float>(static_cast<double>(task.total) / kOne);
+  const float unit = 1073741824.0f / of_largest;
+  const float needed = fmaxf(fminf(top_p * 1.0001f, 1.0f) * 1073741824.0f, 1.0f);
+  const float tokens = static_cast<float>(task.groups * kGroup);
+  // Below it no token of the nucleus is found, were all of them as heavy.
+  const float start =
+      fminf(lg2_approx(of_largest * fmaxf(1.0f - top_p, 1e-6f) / tokens) - 1.0f, -1.0f);
+  const Bins bins(start, 0.0f);
+  shared.bins[block.thread()] = 0;
+  __syncthreads();
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    const float z = z_of(maxima[group], task.largest, scale);
+    if (z >= start) {
+      atomicAdd(&shared.bins[bins.bin(z)], static_cast<uint32_t>(ex2_approx(z) * unit));
+    }
+  }
+  int64_t before, inside;
+  const int bin = find_bin(shared, block, static_cast<int64_t>(needed), &before, &inside);
+  if (bin < 0) return false;
+  float smallest = kInf;
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    const float maximum = maxima[group];
+    const float z = z_of(maximum, task.largest, scale);
+    if (z >= start && bins.bin(z) <= bin) smallest = fminf(smallest, maximum);
+  }
+  *bound = block.min(smallest);
+  return true;
+}
+
+// z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
+//
+// What a group holds below z is at most what it holds beside its maximum, and at most 63 * 2**z.
+__device__ __noinline__ float mass_bound(Shared& shared, Block& block, const Maxima& maxima,
+                                         float share, float mean) {
+  Task& task = shared.task;
+  const float scale = task.row.scale;
+  const double unit = 1073741824.0 * kOne / static_cast<double>(task.total);
+  // Less what rounding down to units may hide.
+  const int64_t budget = static_cast<int64_t>(static_cast<double>(share) * 1073741824.0) -
+                         static_cast<int64_t>(task.groups) * 2;
+  float low = -60.0f, high = 0.0f;
+  for (int step = 0; step < 10; ++step) {
+    const float middle = 0.5f * (low + high);
+    const double most = static_cast<double>(ex2_approx(middle)) * 63.0 * unit;
+    int64_t outside = 0;
+    for (int group = block.thread(); group < task.groups; group += kThreads) {
+      const float z = z_of(maxima[group], task.largest, scale);
+      if (z < -126.0f) continue;
+      const double top = static_cast<double>(ex2_approx(z)) * unit;
+      const double weight = static_cast<double>(__ldcg(task.at.sums + group)) * top;
+      const bool wholly = z < middle || z > 2.0f * mean - middle;
+      const double rest = fmax(weight - top, 0.0);
+      outside += static_cast<int64_t>(wholly ? weight : fmin(rest, most)) + 1;
+    }
+    const bool fits = block.sum(outside) <= budget;
+    low = fits ? middle : low;
+    high = fits ? high : middle;
+  }
+  return low;
+}
+
+// Lists the groups whose maximum reaches the bound, ascending; their number, of which as many as
+// fit are listed.
+__device__ inline int list_groups(Shared& shared, Block& block, const Maxima& maxima, float bound) {
+  Task& task = shared.task;
+  const int lane = block.lane(), warp = block.warp();
+  int count = 0;
+  for (int first = 0; first < task.groups; first += kBins * kWarp) {
+    __syncthreads();
+    // A warp a chunk of 32 groups: which of them do.
+    const int chunks = min((task.groups - first + kWarp - 1) / kWarp, kBins);
+    for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+      const int group = first + chunk * kWarp + lane;
+      const unsigned reaching =
+          __ballot_sync(kAllLanes, group < task.groups && maxima[group] >= bound);
+      if (lane == 0) shared.bins[chunk] = reaching;
+    }
+    __syncthreads();
+    const int chunk = block.thread();
+    unsigned reaching = chunk < chunks ? shared.bins[chunk] : 0;
+    int number;
+    int place = count + block.sum_before(__popc(reaching), &number);
+    for (; reaching != 0 && place < kListedGroups; reaching &= reaching - 1, ++place) {
+      shared.group_list[place] = first + chunk * kWarp + __ffs(static_cast<int>(reaching)) - 1;
+    }
+    count += number;
+  }
+  __syncthreads();
+  return count;
+}
+
+// The lowest id among the largest y.
+template <class Logits>
+__device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& maxima) {
+  Task& task = shared.task;
+  // Ids of one tile are all below those of the next: only its groups need be read.
+  uint64_t tile = ~uint64_t{0};
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    if (maxima[group] == task.largest) {
+      const uint64_t of_group = static_cast<uint64_t>(group / kGroupsOfTile);
+      tile = of_group < tile ? of_group : tile;
+    }
+  }
+  tile = block.min_bits(tile);
+  uint64_t token = ~uint64_t{0};
+  // A thread a piece of the tile.
+  static_assert(kThreads == kGroupsOfTile * kPieces, "a thread a piece");
+  const int group = static_cast<int>(tile) * kGroupsOfTile + block.thread() / kPieces;
+  if (maxima[group] == task.largest) {
+    const int first = piece_first(group, block.thread() % kPieces);
+    float y[kPiece];
+    piece_y<Logits>(task.row, first, y);
+#pragma unroll
+    for (int i = kPiece - 1; i >= 0; --i) {
+      if (y[i] == task.largest) token = static_cast<uint64_t>(first + i);
+    }
+  }
+  return static_cast<int>(block.min_bits(token));
+}
+
+// A token drawn from all: its group by mass, then inside the group.
+template <class Logits>
+__device__ inline int draw_from_groups(Shared& shared, Block& block) {
+  Task& task = shared.task;
+  const int64_t position = position_of(task.word, task.total);
+  int64_t passed = 0;
+  for (int first = 0; first < task.groups; first += kThreads) {
+    const int group = first + block.thread();
+    int64_t mass = 0;
+    if (group < task.groups) {
+      mass = group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group), task.largest,
+                        task.row.scale);
+    }
+    int64_t inside;
+    const int64_t before = passed + block.sum_before(mass, &inside);
+    if (before <= position && position < before + mass) {
+      shared.found = group;
+      shared.found_before = before;
+      shared.found_mass = mass;
+    }
+    passed += inside;
+    if (passed > position) break;
+  }
+  __syncthreads();
+  const int group = shared.found;
+  const int64_t before = shared.found_before, mass = shared.found_mass;
+  // Every warp finds the same: a lane has two tokens, neighbours in canonical order.
+  const float maximum = __ldcg(task.at.maxima + group);
+  const double scale = load_f64(task.row.params + kParamWideScale);
+  int64_t masses[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = token_at(group, 2 * block.lane() + i);
+    masses[i] = 0;
+    if (token < task.row.vocab) {
+      float y = load_logit<Logits>(task.row, token);
+      if (!task.row.plain()) y = processed(task.row, y, token);
+      if (y > kNegInf) {
+        masses[i] =
+            mass_of(exp2_wide((static_cast<double>(y) - static_cast<double>(maximum)) * scale));
+      }
+    }
+  }
+  int64_t up_to = masses[0] + masses[1];
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t other = __shfl_up_sync(kAllLanes, static_cast<long long>(up_to), step);
+    if (block.lane() >= step) up_to += other;
+  }
+  const int64_t total = __shfl_sync(kAllLanes, static_cast<long long>(up_to), kWarp - 1);
+  // Where the tokens' masses add up to the group's, nothing is rounded.
+  int64_t place = position - before;
+  if (total != mass) {
+    const double share = share_of(task.word, task.total, before, mass);
+    place = static_cast<int64_t>(share * static_cast<double>(total));
+    place = place < total ? place : total - 1;
+  }
+  const unsigned passing = __ballot_sync(kAllLanes, up_to <= place);
+  const unsigned halfway = __ballot_sync(kAllLanes, up_to - masses[1] <= place);
+  const int at = __popc(passing) + __popc(halfway);
+  return token_at(group, at);
+}
+
+}  // namespace graphed_sampling

@@ -1,0 +1,320 @@
+// Lists of candidates (y, id) in canonical order: all filters and the draw on one.
+#pragma once
+
+#include "groups.h"
+
+namespace graphed_sampling {
+
+// Lists the tokens of listed groups with y >= bound; how many there are, of which as many as fit
+// are listed. row: whose y count, which may leave out what processing does.
+template <class Logits>
+__device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
+                                      float bound) {
+  constexpr int kEach = 2;  // pieces a thread reads at a time
+  const int pieces = num_groups * kPieces;
+  int count = 0;
+  for (int first = 0; first < pieces && count <= kListed; first += kThreads * kEach) {
+    float y[kEach][kPiece];
+    int first_id[kEach];
+    int number = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int piece = first + block.thread() * kEach + i;
+      first_id[i] = row.vocab;
+      if (piece < pieces) {
+        first_id[i] = piece_first(shared.group_list[piece / kPieces], piece % kPieces);
+      }
+      piece_y<Logits>(row, first_id[i], y[i]);
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) number += y[i][j] >= bound ? 1 : 0;
+    }
+    int listed;
+    int place = count + block.sum_before(number, &listed);
+    if (number > 0) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          if (y[i][j] >= bound) {
+            if (place < kListed) {
+              shared.list_y[place] = y[i][j];
+              shared.list_ids[place] = first_id[i] + j;
+            }
+            ++place;
+          }
+        }
+      }
+    }
+    count += listed;
+  }
+  __syncthreads();
+  return count;
+}
+
+// The orders of a list's tokens, descending, which take the place of the groups' maxima.
+__device__ inline const uint64_t* sort_list(Shared& shared, Block& block, int count) {
+  uint64_t* keys = shared.keys;
+  const int thread = block.thread();
+  __syncthreads();  // the maxima may still be in use
+  if (count <= kThreads) {
+    // Each by the number of those above it. Several threads share a short list's tokens.
+    int size = kWarp;
+    while (size < count) size *= 2;
+    uint64_t* sorted = keys + kThreads;
+    if (thread < count) {
+      keys[thread] = order_of(shared.list_y[thread], shared.list_ids[thread]);
+      shared.bins[thread] = 0;
+    }
+    __syncthreads();
+    const int mine = thread % size, part = thread / size, parts = kThreads / size;
+    if (mine < count) {
+      const uint64_t order = keys[mine];
+      uint32_t above = 0;
+      for (int i = part; i < count; i += parts) above += keys[i] > order ? 1 : 0;
+      if (parts == 1) {
+        shared.bins[mine] = above;
+      } else if (above > 0) {
+        atomicAdd(&shared.bins[mine], above);
+      }
+    }
+    __syncthreads();
+    if (thread < count) sorted[shared.bins[thread]] = keys[thread];
+    __syncthreads();
+    return sorted;
+  }
+  int size = kThreads;
+  while (size < count) size *= 2;
+  for (int i = thread; i < size; i += kThreads) {
+    keys[i] = i < count ? order_of(shared.list_y[i], shared.list_ids[i]) : 0;
+  }
+  __syncthreads();
+  for (int run = 2; run <= size; run *= 2) {
+    for (int step = run / 2; step > 0; step /= 2) {
+      for (int pair = thread; pair < size / 2; pair += kThreads) {
+        const int low = pair / step * (2 * step) + pair % step, high = low + step;
+        const uint64_t a = keys[low], b = keys[high];
+        if ((a < b) == ((low & run) == 0)) {
+          keys[low] = b;
+          keys[high] = a;
+        }
+      }
+      __syncthreads();
+    }
+  }
+  return keys;
+}
+
+// Which of a list's tokens the filters keep, as they come upon it one after the other.
+struct Filters {
+  double largest, scale;
+  uint64_t cut;        // what top_k and top_p keep reaches this order
+  double mean, reach;  // of z, for typical_p: kept within this distance
+  double top_z;        // of what is kept: weights start from there
+  double least;        // weight that epsilon and eta keep
+
+  __device__ double z(float y) const { return (static_cast<double>(y) - largest) * scale; }
+  __device__ double weight(float y) const { return exp2_wide(z(y) - top_z); }
+  __device__ bool keeps(float y, int token) const {
+    if (order_of(y, token) < cut) return false;
+    if (reach >= 0.0 && !(fabs(mean - z(y)) <= reach)) return false;
+    return least <= 0.0 || z(y) == top_z || weight(y) >= least;
+  }
+};
+
+// The mass of what is kept; by z too, its moment.
+__device__ inline int64_t kept_mass(Shared& shared, Block& block, int count,
+                                    const Filters& filters) {
+  int64_t mass = 0;
+  for (int i = block.thread(); i < count; i += kThreads) {
+    const float y = shared.list_y[i];
+    if (filters.keeps(y, shared.list_ids[i])) mass += mass_of(filters.weight(y));
+  }
+  return block.sum(mass);
+}
+
+__device__ inline double kept_mean(Shared& shared, Block& block, int count, const Filters& filters,
+                                   int64_t total) {
+  int64_t moment = 0;
+  for (int i = block.thread(); i < count; i += kThreads) {
+    const float y = shared.list_y[i];
+    if (filters.keeps(y, shared.list_ids[i])) {
+      const double z = filters.z(y) - filters.top_z;
+      moment += __double2ll_rn(static_cast<double>(mass_of(filters.weight(y))) * z);
+    }
+  }
+  return static_cast<double>(block.sum(moment)) / static_cast<double>(total);
+}
+
+// The smallest distance from the mean within which what is kept weighs the target.
+__device__ inline double typical_reach(Shared& shared, Block& block, int count,
+                                       const Filters& filters, int64_t target) {
+  uint64_t low = 0, high = static_cast<uint64_t>(__double_as_longlong(1e300));
+  // The bits of positive floats rise as they do.
+  while (high > low) {
+    const uint64_t middle = low + (high - low) / 2;
+    const double reach = __longlong_as_double(static_cast<int64_t>(middle));
+    int64_t mass = 0;
+    for (int i = block.thread(); i < count; i += kThreads) {
+      const float y = shared.list_y[i];
+      if (filters.keeps(y, shared.list_ids[i]) && fabs(filters.mean - filters.z(y)) <= reach) {
+        mass += mass_of(filters.weight(y));
+      }
+    }
+    if (block.sum(mass) >= target) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return __longlong_as_double(static_cast<int64_t>(high));
+}
+
+// typical_p, epsilon_cutoff and eta_cutoff. from_statistics: the list is the head of all tokens,
+// which weigh task.total and have this mean; z_bound is where it ends. False if it lacks survivors.
+__device__ __noinline__ bool filter_later(Shared& shared, Block& block, int count, Filters& filters,
+                                          bool from_statistics, double mean, double z_bound) {
+  Task& task = shared.task;
+  const int32_t* params = task.row.params;
+  const float typical = load_f32(params + kParamTypicalP);
+  const float epsilon = load_f32(params + kParamEpsilonCutoff);
+  const float eta = load_f32(params + kParamEtaCutoff);
+  bool complete = true;
+  if (typical < 1.0f) {
+    const int64_t inside = kept_mass(shared, block, count, filters);
+    const int64_t total = from_statistics ? task.total : inside;
+    filters.mean = from_statistics ? mean : kept_mean(shared, block, count, filters, inside);
+    const int64_t target = target_of(typical, total);
+    if (inside < target) return false;
+    filters.reach = typical_reach(shared, block, count, filters, target);
+    if (from_statistics) complete = filters.mean - filters.reach >= z_bound;
+    from_statistics = false;
+    // The row's maximum may be gone: masses start again from the survivors' own.
+    float top = kNegInf;
+    for (int i = block.thread(); i < count; i += kThreads) {
+      if (filters.keeps(shared.list_y[i], shared.list_ids[i])) top = fmaxf(top, shared.list_y[i]);
+    }
+    filters.top_z = filters.z(block.max(top));
+  }
+  if (epsilon > 0.0f) {
+    const int64_t total = from_statistics ? task.total : kept_mass(shared, block, count, filters);
+    filters.least = static_cast<double>(epsilon) * (static_cast<double>(total) / kOne);
+    from_statistics = false;
+  }
+  if (eta > 0.0f) {
+    const int64_t total = from_statistics ? task.total : kept_mass(shared, block, count, filters);
+    if (!from_statistics) mean = kept_mean(shared, block, count, filters, total);
+    const double wide = static_cast<double>(eta);
+    const double least =
+        fmin(wide * (static_cast<double>(total) / kOne), sqrt(wide) * exp2_wide(mean));
+    filters.least = fmax(filters.least, least);
+  }
+  return complete;
+}
+
+// All filters on a list, and the draw.
+//
+// from_statistics: the list is the head of all tokens, which weigh task.total; else it holds the
+// survivors of the filters before top_k. mean, z_bound: see `filter_later`.
+__device__ inline Selection filter_list(Shared& shared, Block& block, int count,
+                                        bool from_statistics, double mean, double z_bound) {
+  Task& task = shared.task;
+  const int32_t* params = task.row.params;
+  const int thread = block.thread();
+  const int top_k = params[kParamTopK];
+  const float top_p = load_f32(params + kParamTopP);
+  Filters filters = {static_cast<double>(task.largest),
+                     load_f64(params + kParamWideScale),
+                     0,
+                     0.0,
+                     -1.0,
+                     0.0,
+                     0.0};
+  Selection selection = {};
+  selection.complete = true;
+  if (top_k > 0 || top_p < 1.0f) {
+    const uint64_t* sorted = sort_list(shared, block, count);
+    int kept = top_k > 0 && top_k < count ? top_k : count;
+    if (top_p < 1.0f) {
+      int64_t total = task.total;
+      if (!from_statistics) {
+        int64_t mass = 0;
+        for (int i = thread; i < kept; i += kThreads) {
+          mass += mass_of(filters.weight(y_of_order(sorted[i])));
+        }
+        total = block.sum(mass);
+      }
+      const int64_t target = target_of(top_p, total);
+      int64_t passed = 0;
+      int within = 0;
+      for (int first = 0; first < kept && passed < target; first += kThreads) {
+        int64_t mass = 0, inside;
+        if (first + thread < kept) {
+          mass = mass_of(filters.weight(y_of_order(sorted[first + thread])));
+        }
+        const int64_t before = passed + block.sum_before(mass, &inside);
+        within += first + thread < kept && before < target ? 1 : 0;
+        passed += inside;
+      }
+      selection.complete = passed >= target;
+      kept = static_cast<int>(block.sum(within));
+    }
+    filters.cut = sorted[kept - 1];
+    from_statistics = from_statistics && top_p >= 1.0f;
+  }
+  if (load_f32(params + kParamTypicalP) < 1.0f || load_f32(params + kParamEpsilonCutoff) > 0.0f ||
+      load_f32(params + kParamEtaCutoff) > 0.0f) {
+    selection.complete = selection.complete && filter_later(shared, block, count, filters,
+                                                            from_statistics, mean, z_bound);
+  }
+  if (!selection.complete) return selection;
+
+  // A list of up to kThreads is gone through once, a longer one twice.
+  int64_t mine = 0;
+  int kept = 0;
+  uint64_t least_order = ~uint64_t{0}, greatest_order = 0;
+  for (int i = thread; i < count; i += kThreads) {
+    const float y = shared.list_y[i];
+    if (filters.keeps(y, shared.list_ids[i])) {
+      mine += mass_of(filters.weight(y));
+      ++kept;
+      const uint64_t order = order_of(y, shared.list_ids[i]);
+      least_order = order < least_order ? order : least_order;
+      greatest_order = order > greatest_order ? order : greatest_order;
+    }
+  }
+  int64_t before = 0;
+  if (count <= kThreads) {
+    before = block.sum_before(mine, &selection.total);
+  } else {
+    selection.total = block.sum(mine);
+  }
+  const int64_t position = position_of(task.word, selection.total);
+  if (count <= kThreads) {
+    if (before <= position && position < before + mine) shared.found = shared.list_ids[thread];
+  } else {
+    int64_t passed = 0;
+    for (int first = 0; first < count && passed <= position; first += kThreads) {
+      const int i = first + thread;
+      int64_t mass = 0, inside;
+      if (i < count && filters.keeps(shared.list_y[i], shared.list_ids[i])) {
+        mass = mass_of(filters.weight(shared.list_y[i]));
+      }
+      before = passed + block.sum_before(mass, &inside);
+      if (before <= position && position < before + mass) shared.found = shared.list_ids[i];
+      passed += inside;
+    }
+  }
+  // Its barrier makes what was found known too.
+  selection.num_kept = static_cast<int>(block.sum(kept));
+  selection.token = shared.found;
+  selection.kept = {task.largest, task.largest, 0};
+  if (task.row.has(kProcessed)) {
+    least_order = block.min_bits(least_order);
+    greatest_order = block.max_bits(greatest_order);
+    selection.kept = {y_of_order(greatest_order), y_of_order(least_order),
+                      id_of_order(least_order)};
+  }
+  return selection;
+}
+
+}  // namespace graphed_sampling

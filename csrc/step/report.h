@@ -1,0 +1,260 @@
+// What a row reports, and its next state.
+#pragma once
+
+#include "whole_row.h"
+
+namespace graphed_sampling {
+
+__device__ inline float nan_f32() { return __int_as_float(0x7FC00000); }
+
+// The record of a row in which nothing is drawn. state: null for a row without a request.
+__device__ inline void write_idle(const TableLayout& layout, int32_t* out, const int32_t* state) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    store_i64(out + kOutputTokenId, -1);
+    out[kOutputLogprob] = __float_as_int(nan_f32());
+    out[kOutputRank] = 0;
+    out[kOutputNumKept] = 0;
+    out[kOutputFinishReason] = state != nullptr ? state[kStateFinishReason] : 0;
+    out[kOutputFlags] = state != nullptr ? kRowFinished : kRowPadding;
+    out[kOutputGeneration] = state != nullptr ? state[kStateGeneration] : 0;
+  }
+  for (int i = thread; i < layout.max_logprobs; i += kThreads) {
+    store_i64(out + kOutputLists + 2 * i, -1);
+    out[layout.top_logprobs() + i] = __float_as_int(nan_f32());
+  }
+  for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
+    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
+  }
+}
+
+// What logprobs of a row are worked out from.
+struct Normaliser {
+  bool processed;
+  float largest;  // of the raw logits
+  double log;     // ln of the sum of weights: of the raw logits, or of what is kept
+  Kept kept;
+  double scale;
+
+  // x: the sanitised logit, y: the processed one.
+  __device__ float logprob(float x, float y, int token) const {
+    if (processed) {
+      if (!kept.holds(y, token)) return kNegInf;
+      const double z = (static_cast<double>(y) - static_cast<double>(kept.highest)) * scale;
+      return static_cast<float>(z * kLn2 - log);
+    }
+    if (x == kNegInf) return kNegInf;
+    // Equals of the maximum are told apart: it may be infinite.
+    const double difference =
+        x == largest ? 0.0 : static_cast<double>(x) - static_cast<double>(largest);
+    return static_cast<float>(difference - log);
+  }
+};
+
+__device__ inline void store_top(const TableLayout& layout, int32_t* out, int place, int token,
+                                 float logprob) {
+  store_i64(out + kOutputLists + 2 * place, token);
+  out[layout.top_logprobs() + place] = __float_as_int(logprob);
+}
+
+// The n best one after the other, each found by going over the row.
+template <class Logits>
+__device__ __noinline__ void top_from_row(Shared& shared, Block& block, const Row& row,
+                                          const TableLayout& layout, int32_t* out, int n,
+                                          const Normaliser& normaliser) {
+  Task& task = shared.task;
+  uint64_t last = ~uint64_t{0};
+  for (int place = 0; place < n; ++place) {
+    uint64_t best = 0;
+    for (int group = block.thread(); group < task.groups; group += kThreads) {
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int first = piece_first(group, piece);
+        float y[kPiece];
+        piece_y<Logits>(row, first, y);
+        for (int i = 0; i < kPiece; ++i) {
+          if (y[i] == kNegInf) continue;
+          if (normaliser.processed ? !normaliser.kept.holds(y[i], first + i)
+                                   : normaliser.largest == kInf && y[i] < kInf) {
+            continue;
+          }
+          const uint64_t order = order_of(y[i], first + i);
+          if (order < last && order > best) best = order;
+        }
+      }
+    }
+    best = block.max_bits(best);
+    if (best == 0) break;
+    if (block.thread() == 0) {
+      const float value = y_of_order(best);
+      const int token = id_of_order(best);
+      store_top(layout, out, place, token, normaliser.logprob(value, value, token));
+    }
+    last = best;
+  }
+}
+
+// The n best tokens by (value descending, id ascending), with their logprobs.
+template <class Logits>
+__device__ __noinline__ void report_top(Shared& shared, Block& block, const Row& row,
+                                        const float* stored, const TableLayout& layout,
+                                        int32_t* out, int n, const Normaliser& normaliser) {
+  float largest;
+  const Maxima maxima = load_maxima(shared, block, stored, &largest);
+  int count = kListed + 1;
+  // Survivors that are no head of the order (typical_p) are looked for in the row itself.
+  const bool head =
+      !normaliser.processed || (row.special == kNormal && normaliser.kept.highest == largest);
+  if (head && largest > kNegInf && largest < kInf && n <= kMaxListedTopK) {
+    float bound = top_bound(shared, block, maxima, largest, n);
+    // The bound of the best, or of the survivors.
+    if (normaliser.processed) bound = fmaxf(bound, normaliser.kept.lowest);
+    const int listed = list_groups(shared, block, maxima, bound);
+    if (listed <= kListedGroups) count = list_candidates<Logits>(shared, block, row, listed, bound);
+  }
+  if (count > kListed) {
+    top_from_row<Logits>(shared, block, row, layout, out, n, normaliser);
+    return;
+  }
+  const uint64_t* sorted = sort_list(shared, block, count);
+  for (int place = block.thread(); place < min(n, count); place += kThreads) {
+    const float value = y_of_order(sorted[place]);
+    const int token = id_of_order(sorted[place]);
+    if (!normaliser.processed || normaliser.kept.holds(value, token)) {
+      store_top(layout, out, place, token, normaliser.logprob(value, value, token));
+    }
+  }
+}
+
+// 1 + the number of tokens with a larger value.
+template <class Logits>
+__device__ __noinline__ int report_rank(Shared& shared, Block& block, const Row& row,
+                                        const float* stored, float value) {
+  Task& task = shared.task;
+  int64_t above = 0;
+  for (int group = block.thread(); group < task.groups; group += kThreads) {
+    if (!(__ldcg(stored + group) > value)) continue;
+    for (int piece = 0; piece < kPieces; ++piece) {
+      float y[kPiece];
+      piece_y<Logits>(row, piece_first(group, piece), y);
+      for (int i = 0; i < kPiece; ++i) above += y[i] > value ? 1 : 0;
+    }
+  }
+  return 1 + static_cast<int>(block.sum(above));
+}
+
+// The token becomes the newest of the recent ones. A single warp's work: what it reads is read
+// before anything is written over it.
+__device__ inline void remember(int32_t* recent, int recent_tokens, int token, int lane) {
+  for (int last = recent_tokens - 1; last >= 0; last -= kWarp) {
+    const int i = last - lane;
+    const int older = i > 0 ? recent[i - 1] : token;
+    __syncwarp();
+    if (i >= 0) recent[i] = older;
+    __syncwarp();
+  }
+}
+
+// Everything about a row whose token is drawn: logprobs, rank, finish, output and state.
+template <class Logits>
+__device__ inline void report(Shared& shared, Block& block, const TableLayout& layout, int32_t* out,
+                              int32_t* tables_bits, int32_t* tables_counts,
+                              const Selection& selection, int row_flags) {
+  Task& task = shared.task;
+  const Row& row = task.row;
+  const int32_t* params = row.params;
+  const int thread = block.thread();
+  const int token = selection.token;
+  const bool processed_mode = row.has(kProcessed);
+  const int n = params[kParamTopLogprobs], num_given = params[kParamNumGiven];
+  const bool wants_logprob = row.has(kLogprobs), wants_rank = row.has(kRank);
+
+  const Row& values_row = processed_mode ? row : task.raw_row;
+  const float* values = !processed_mode && task.wishes.split ? task.at.raw_maxima : task.at.maxima;
+
+  Normaliser normaliser = {processed_mode, task.largest, 0.0, selection.kept,
+                           load_f64(params + kParamWideScale)};
+  if (processed_mode) {
+    normaliser.log = log_mass(selection.total);
+  } else if (wants_logprob || wants_rank || n > 0 || num_given > 0) {
+    const float* sums = task.wishes.split || task.wishes.both ? task.at.raw_sums : task.at.sums;
+    if (task.wishes.split || row.special != kNormal) {
+      float largest = kNegInf;
+      for (int group = thread; group < task.groups; group += kThreads) {
+        largest = fmaxf(largest, __ldcg(values + group));
+      }
+      normaliser.largest = block.max(largest);
+    }
+    const float scale =
+        task.wishes.split || task.wishes.both || !task.wishes.total ? kLog2E : row.scale;
+    normaliser.log =
+        log_mass(mass_of_groups(shared, block, values, sums, normaliser.largest, scale));
+  }
+
+  const float x = load_logit<Logits>(row, token);
+  float y = x;
+  if (processed_mode) y = special_or(row, processed(row, x, token), token);
+  for (int i = thread; i < layout.max_logprobs; i += kThreads) {
+    store_i64(out + kOutputLists + 2 * i, -1);
+    out[layout.top_logprobs() + i] = __float_as_int(i < n ? kNegInf : nan_f32());
+  }
+  for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
+    float logprob = nan_f32();
+    if (i < num_given) {
+      const int given = params[layout.given_ids() + i];
+      const float given_x = load_logit<Logits>(row, given);
+      float given_y = given_x;
+      if (processed_mode) given_y = special_or(row, processed(row, given_x, given), given);
+      logprob = normaliser.logprob(given_x, given_y, given);
+    }
+    out[layout.given_logprobs() + i] = __float_as_int(logprob);
+  }
+  if (n > 0) {
+    __syncthreads();  // the lists are cleared
+    report_top<Logits>(shared, block, values_row, values, layout, out, n, normaliser);
+  }
+  int rank = 0;
+  if (wants_rank) {
+    rank = 1;
+    if (!processed_mode || row.special == kNormal) {
+      rank = report_rank<Logits>(shared, block, values_row, values, processed_mode ? y : x);
+    }
+  }
+
+  int32_t* state = row.state;
+  bool stopped = false;
+  for (int i = thread; i < params[kParamNumStop]; i += kThreads) {
+    stopped = stopped || params[layout.stop_ids() + i] == token;
+  }
+  // Its barrier also ends all reading of the state, which changes now.
+  stopped = __syncthreads_or(stopped ? 1 : 0) != 0;
+  if (thread == 0) {
+    const int generated = state[kStateNumGenerated] + 1;
+    const int max_tokens = params[kParamMaxTokens];
+    int reason = max_tokens > 0 && generated >= max_tokens ? kFinishLength : kFinishNone;
+    if (stopped) reason = kFinishStop;
+    const bool counted = row.has(kFiltered | kGreedy) || row.special == kEmptyRow;
+    store_i64(out + kOutputTokenId, token);
+    out[kOutputLogprob] =
+        __float_as_int(wants_logprob ? normaliser.logprob(x, y, token) : nan_f32());
+    out[kOutputRank] = rank;
+    out[kOutputNumKept] = counted ? selection.num_kept : 0;
+    out[kOutputFinishReason] = reason;
+    out[kOutputFlags] = row_flags;
+    out[kOutputGeneration] = state[kStateGeneration];
+    store_i64(state + kStatePosition, load_i64(state + kStatePosition) + 1);
+    store_i64(state + kStateLastToken, token);
+    state[kStateNumGenerated] = generated;
+    state[kStateFinishReason] = reason;
+    if (layout.penalties) {
+      const int32_t seen = tables_bits[token >> 5];
+      const int32_t bit = static_cast<int32_t>(1u << (token & 31));
+      tables_counts[token] = ((seen & bit) != 0 ? tables_counts[token] : 0) + 1;
+      tables_bits[token >> 5] = seen | bit;
+    }
+  }
+  if (block.warp() == kWarps - 1) {
+    remember(state + kStateRecent, layout.recent_tokens(), token, block.lane());
+  }
+}
+
+}  // namespace graphed_sampling

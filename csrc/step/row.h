@@ -1,0 +1,284 @@
+// A row: its logits, its parameters, and what processing makes of its logits.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/layout.h"
+#include "numbers.h"
+
+namespace graphed_sampling {
+
+// The geometry that results rest on. A tile is what a warp reads at a time: each lane 8 pieces of 8
+// neighbouring tokens, the pieces of a lane 256 tokens apart, so that a warp's loads are contiguous
+// and a lane owns whole groups. canonical_order in graphed_sampling/backends/cuda.py says the same.
+constexpr int kPiece = 8;
+constexpr int kPieces = 8;
+constexpr int kGroup = kPiece * kPieces;
+constexpr int kGroupsOfTile = 32;
+constexpr int kTile = kGroup * kGroupsOfTile;
+
+// The first token of a group's piece, and the token at a place of a group in canonical order.
+__device__ inline int piece_first(int group, int piece) {
+  return group / kGroupsOfTile * kTile + piece * (kGroupsOfTile * kPiece) +
+         group % kGroupsOfTile * kPiece;
+}
+__device__ inline int token_at(int group, int place) {
+  return piece_first(group, place / kPiece) + place % kPiece;
+}
+__device__ inline int group_of(int token) {
+  return token / kTile * kGroupsOfTile + token % (kGroupsOfTile * kPiece) / kPiece;
+}
+
+// The types of logits: how many 16-byte vectors a piece takes, what is in them, and how many halves
+// of a group a lane may have in its registers before it works on them.
+struct Float32 {
+  static constexpr int kVectors = 2;
+  static constexpr int kHalvesAhead = 1;
+  static constexpr uint32_t kNegInfBits = 0xFF800000u;
+  using Bits = uint32_t;
+  __device__ static float load(const void* logits, int64_t i) {
+    return __ldg(static_cast<const float*>(logits) + i);
+  }
+  __device__ static void unpack(const uint32_t (&words)[8], float (&x)[kPiece]) {
+    for (int i = 0; i < kPiece; ++i) x[i] = __uint_as_float(words[i]);
+  }
+};
+
+struct BFloat16 {
+  static constexpr int kVectors = 1;
+  static constexpr int kHalvesAhead = 2;
+  static constexpr uint32_t kNegInfBits = 0xFF80u;
+  using Bits = uint16_t;
+  __device__ static float load(const void* logits, int64_t i) {
+    return bf16_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
+  }
+  __device__ static void unpack(const uint32_t (&words)[4], float (&x)[kPiece]) {
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    }
+  }
+};
+
+struct Float16 {
+  static constexpr int kVectors = 1;
+  static constexpr int kHalvesAhead = 2;
+  static constexpr uint32_t kNegInfBits = 0xFC00u;
+  using Bits = uint16_t;
+  __device__ static float load(const void* logits, int64_t i) {
+    return half_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
+  }
+  __device__ static void unpack(const uint32_t (&words)[4], float (&x)[kPiece]) {
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = half_to_float(static_cast<uint16_t>(words[i] & 0xFFFFu));
+      x[2 * i + 1] = half_to_float(static_cast<uint16_t>(words[i] >> 16));
+    }
+  }
+};
+
+// A piece as it lies in memory.
+template <class Logits>
+struct Pack {
+  uint32_t words[4 * Logits::kVectors];
+};
+
+// What of a row's processing there is to look at.
+constexpr int kCheckGrammar = 1, kCheckAllowed = 2, kCheckPenalties = 4;
+
+// Rows whose processed logits the contract replaces.
+constexpr int kNormal = 0, kPositiveInfinity = 1, kEmptyRow = 2;
+
+// Where a row's logits lie.
+struct Source {
+  const void* logits;
+  int vocab;
+  bool aligned;  // to 16 bytes
+};
+
+struct Row : Source {
+  const int32_t* params;
+  int32_t* state;
+  // Bit i of byte b stands for token 8 b + i.
+  const uint8_t* grammar;
+  const uint8_t* allowed;
+  const uint8_t* prompt;
+  const uint8_t* output;
+  const int32_t* counts;
+  const int32_t* bias_ids;
+  const int32_t* bias_values;
+  const int32_t* bans;
+  int flags;
+  int checks;
+  int num_bias;
+  int num_bans;
+  int special;
+  int fallback;  // of an empty row: the token that it gets
+  float scale;   // log2(e) / temperature
+
+  __device__ bool has(int flag) const { return (flags & flag) != 0; }
+  __device__ bool plain() const { return checks == 0 && num_bias + num_bans == 0; }
+};
+
+// Everything after the row's end is -inf.
+template <class Logits>
+__device__ inline Pack<Logits> load_pack(const Source& row, int first) {
+  using Bits = typename Logits::Bits;
+  constexpr int kBitsOf = 8 * static_cast<int>(sizeof(Bits));
+  Pack<Logits> pack;
+  const Bits* logits = static_cast<const Bits*>(row.logits) + first;
+  if (row.aligned && first + kPiece <= row.vocab) {
+#pragma unroll
+    for (int i = 0; i < Logits::kVectors; ++i) {
+      const uint4 vector = __ldg(reinterpret_cast<const uint4*>(logits) + i);
+      pack.words[4 * i] = vector.x;
+      pack.words[4 * i + 1] = vector.y;
+      pack.words[4 * i + 2] = vector.z;
+      pack.words[4 * i + 3] = vector.w;
+    }
+    return pack;
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * Logits::kVectors; ++i) {
+    constexpr int kPerWord = 32 / kBitsOf;
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      const int at = i * kPerWord + j;
+      const uint32_t bits =
+          first + at < row.vocab ? static_cast<uint32_t>(__ldg(logits + at)) : Logits::kNegInfBits;
+      word |= bits << (j * (kBitsOf % 32));
+    }
+    pack.words[i] = word;
+  }
+  return pack;
+}
+
+// NaN counts as -inf, -0.0 as 0.0.
+__device__ inline float sanitised(float x) { return (x != x ? kNegInf : x) + 0.0f; }
+
+template <class Logits>
+__device__ inline float load_logit(const Row& row, int token) {
+  return sanitised(Logits::load(row.logits, token));
+}
+
+// y of a token seen in the prompt or, in_output, in the output: each operation rounded once.
+__device__ inline float penalised(const Row& row, float y, int token, bool in_output) {
+  const float repetition = load_f32(row.params + kParamRepetitionPenalty);
+  y = y > 0.0f ? __fdiv_rn(y, repetition) : __fmul_rn(y, repetition);
+  if (in_output) {
+    const float count = static_cast<float>(row.counts[token]);
+    y = __fsub_rn(y, __fmul_rn(count, load_f32(row.params + kParamFrequencyPenalty)));
+    y = __fsub_rn(y, load_f32(row.params + kParamPresencePenalty));
+  }
+  return y;
+}
+
+__device__ inline bool bit_of(const uint8_t* bitmap, int token) {
+  return (bitmap[token >> 3] >> (token & 7) & 1) != 0;
+}
+
+// y in its range, and where it does not come from what was worked out.
+__device__ inline float settled(float x, float y) {
+  y = fminf(fmaxf(y, -kFltMax), kFltMax) + 0.0f;
+  return x == kInf ? kInf : y;
+}
+
+// y of a token with sanitised logit x: +inf where an unbanned x is, -inf where banned.
+__device__ inline float processed(const Row& row, float x, int token) {
+  if (x == kNegInf) return kNegInf;
+  if ((row.checks & kCheckGrammar) != 0 && !bit_of(row.grammar, token)) return kNegInf;
+  if ((row.checks & kCheckAllowed) != 0 && !bit_of(row.allowed, token)) return kNegInf;
+  for (int i = 0; i < row.num_bans; ++i) {
+    if (row.bans[i] == token) return kNegInf;
+  }
+  float y = x;
+  for (int i = 0; i < row.num_bias; ++i) {
+    if (row.bias_ids[i] == token) {
+      const float bias = load_f32(row.bias_values + i);
+      if (bias == kNegInf) return kNegInf;
+      y = __fadd_rn(y, bias);
+    }
+  }
+  if ((row.checks & kCheckPenalties) != 0) {
+    const bool in_output = bit_of(row.output, token);
+    if (in_output || bit_of(row.prompt, token)) y = penalised(row, y, token, in_output);
+  }
+  return settled(x, y);
+}
+
+// The same, where the row holds +inf or nothing: the entries that alone survive count as 0.
+__device__ inline float special_or(const Row& row, float y, int token) {
+  if (row.special == kPositiveInfinity) return y == kInf ? 0.0f : kNegInf;
+  if (row.special == kEmptyRow) return token == row.fallback ? 0.0f : kNegInf;
+  return y;
+}
+
+// Of a piece: which of its tokens no mask bans, and which were seen: bits.
+struct PieceBits {
+  uint32_t allowed, seen, in_output;
+};
+
+__device__ inline PieceBits piece_bits(const Row& row, int first) {
+  PieceBits bits = {0xFFu, 0, 0};
+  if (first >= row.vocab) return {0, 0, 0};
+  const int byte = first >> 3;
+  if ((row.checks & kCheckGrammar) != 0) bits.allowed &= __ldg(row.grammar + byte);
+  if ((row.checks & kCheckAllowed) != 0) bits.allowed &= __ldg(row.allowed + byte);
+  if ((row.checks & kCheckPenalties) != 0) {
+    bits.in_output = row.output[byte];
+    bits.seen = bits.in_output | row.prompt[byte];
+  }
+  if (first + kPiece > row.vocab) bits.allowed &= (1u << (row.vocab - first)) - 1;
+  return bits;
+}
+
+// What processing makes of a piece's sanitised logits.
+__device__ __noinline__ void process_piece(const Row& row, int first, float* y) {
+  if (row.special != kNormal || row.num_bias + row.num_bans > 0) {
+#pragma unroll 1
+    for (int i = 0; i < kPiece && first + i < row.vocab; ++i) {
+      y[i] = special_or(row, processed(row, y[i], first + i), first + i);
+    }
+    return;
+  }
+  const PieceBits bits = piece_bits(row, first);
+#pragma unroll 1
+  for (int i = 0; i < kPiece; ++i) {
+    const float x = y[i];
+    if (x == kNegInf || (bits.allowed >> i & 1) == 0) {
+      y[i] = kNegInf;
+    } else if ((bits.seen >> i & 1) != 0) {
+      y[i] = settled(x, penalised(row, x, first + i, (bits.in_output >> i & 1) != 0));
+    }
+  }
+}
+
+// y of a piece's tokens, from `first` on; -inf past the row's end.
+template <class Logits>
+__device__ inline void piece_y(const Row& row, int first, float (&y)[kPiece]) {
+  Logits::unpack(load_pack<Logits>(row, first).words, y);
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) y[i] = sanitised(y[i]);
+  if (row.special != kNormal || !row.plain()) {
+    // A copy: what is passed by its address lies in memory.
+    float processed_y[kPiece];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) processed_y[i] = y[i];
+    process_piece(row, first, processed_y);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) y[i] = processed_y[i];
+  }
+}
+
+// Whether a token with processed logit y is among those from `highest` down to `lowest`, of whose
+// equals only those up to lowest_id count.
+struct Kept {
+  float highest, lowest;
+  int lowest_id;
+
+  __device__ bool holds(float y, int token) const {
+    return y > kNegInf && y <= highest && (y > lowest || (y == lowest && token <= lowest_id));
+  }
+};
+
+}  // namespace graphed_sampling

@@ -1,0 +1,66 @@
+// The memory that a block shares, and what its threads know of the row that it finishes.
+#pragma once
+
+#include "block.h"
+#include "stream.h"
+
+namespace graphed_sampling {
+
+constexpr int kListed = 2048;        // candidates that a list holds
+constexpr int kListedGroups = 1024;  // groups that are read again for one
+constexpr int kCachedGroups = 4096;  // whose maxima fit beside the rest: 262144 tokens
+constexpr int kBins = kThreads;      // one a thread
+constexpr int kMaxListedTopK = 1024;
+
+// What all threads of a block know of the row that it finishes. One of them writes it, before a
+// barrier.
+struct Task {
+  Row row;
+  Row raw_row;  // the same without all that processing does
+  Wishes wishes;
+  Statistics at;
+  int groups;
+  float largest;  // of y, once it is known
+  int64_t total;  // mass of y at the row's temperature, where that is wanted
+  uint64_t word;  // of the draw
+};
+
+struct Shared {
+  Exchange exchange;
+  Task task;
+  int is_last;
+  // What one thread found for all.
+  int found;
+  int64_t found_before, found_mass;
+  uint32_t bins[kBins];
+  int32_t group_list[kListedGroups];
+  // Candidates in canonical order.
+  float list_y[kListed];
+  int32_t list_ids[kListed];
+  // A list is sorted when its groups' maxima have done their work.
+  union {
+    float maxima[kCachedGroups];
+    uint64_t keys[kListed];
+  };
+};
+
+// Maxima of groups: a copy close by, or where the first pass left them.
+struct Maxima {
+  const float* cached;
+  const float* stored;
+
+  __device__ float operator[](int group) const {
+    return cached != nullptr ? cached[group] : __ldcg(stored + group);
+  }
+};
+
+// The outcome of filters and draw. total: mass of what is kept.
+struct Selection {
+  bool complete;  // whether it holds: a list may turn out not to have all survivors
+  int token;
+  Kept kept;
+  int64_t total;
+  int num_kept;
+};
+
+}  // namespace graphed_sampling

@@ -1,0 +1,111 @@
+"""The `cuda` backend: the whole step in one kernel of the native library (csrc/sample_step.cu).
+
+It runs on GPUs. For tests there is an emulation of the kernel on the CPU (csrc/emulation), which is
+used where a test has loaded it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphed_sampling._build_info import build_info
+from graphed_sampling.layout import TableLayout
+
+NAME: Final = "cuda"
+CHOSEN_FOR: Final = "who asks for it: it is new, and has not been measured"
+REFUSES: Final[frozenset[str]] = frozenset()
+
+# The geometry of csrc/step/row.h: a lane of a warp owns groups of 8 pieces of 8 tokens, the pieces
+# of a group 256 tokens apart.
+_PIECE: Final = 8
+_PIECES: Final = 8
+_LANES: Final = 32
+_TILE: Final = _PIECE * _PIECES * _LANES
+_STATISTICS: Final = 5
+
+
+def unusable(device: torch.device) -> str:
+    """Why the backend cannot run on `device`; empty where it can."""
+    if device.type not in ("cuda", "cpu"):
+        return "its kernel runs on CUDA GPUs"
+    if not _has_kernel("CUDA" if device.type == "cuda" else "CPU"):
+        if device.type == "cpu":
+            return "it runs on GPUs; on the CPU only in the emulation that its tests load"
+        info = build_info()
+        return f"the native library is not loaded: {info['load_error'] or info['reason']}"
+    if device.type == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    built = build_info()["architectures"]
+    if not any(int(architecture) <= 10 * major + minor for architecture in built):
+        return f"it was built for {', '.join(built)}, and the GPU is {major}.{minor}"
+    return ""
+
+
+def _has_kernel(key: str) -> bool:
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel("graphed_sampling::cuda_step", key))
+
+
+def canonical_order(vocab_size: int) -> Tensor:
+    """int64 [vocab_size]: group by group, in each the ids ascending."""
+    tiles = -(-vocab_size // _TILE)
+    ids = torch.arange(tiles * _TILE, device="cpu").view(tiles, _PIECES, _LANES, _PIECE)
+    ids = ids.transpose(1, 2).reshape(-1)
+    return ids[ids < vocab_size]
+
+
+@functools.lru_cache
+def scratch_words(layout: TableLayout, rows: int) -> int:
+    """int32 words of scratch that a step of `rows` rows needs."""
+    groups = -(-layout.vocab_size // _TILE) * _LANES
+    words = _STATISTICS * groups + layout.max_stop_ids + layout.max_bad_words
+    return _whole(rows) + rows * _whole(words)
+
+
+def _whole(words: int) -> int:
+    """Up to a multiple of a cache line."""
+    return -(-words // 32) * 32
+
+
+def warm_up(
+    layout: TableLayout, device: torch.device, logits_dtypes: Sequence[torch.dtype]
+) -> None:
+    """Nothing: the kernel is compiled already."""
+
+
+def sample_step(
+    logits: Tensor,
+    slots: Tensor,
+    params: Tensor,
+    state: Tensor,
+    tables: Tensor,
+    output: Tensor,
+    scratch: Tensor,
+    layout: TableLayout,
+    *,
+    grammar_bitmask: Tensor | None,
+    words: Tensor | None,
+    given: Tensor | None,
+) -> None:
+    """One step in place; arguments as the op `sample_step`, checked there."""
+    torch.ops.graphed_sampling.cuda_step(
+        logits,
+        slots.contiguous(),
+        params,
+        state,
+        tables,
+        output,
+        scratch,
+        layout.to_ints(),
+        grammar_bitmask,
+        None if words is None else words.contiguous(),
+        given,
+    )
