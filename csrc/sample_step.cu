@@ -7,6 +7,7 @@
 // the reading of others, and no launch depends on data. Who is last decides nothing but who works.
 #include "common/philox.h"
 #include "sample_step.h"
+#include "step/dense.h"
 #include "step/report.h"
 
 namespace graphed_sampling {
@@ -16,13 +17,18 @@ constexpr int kTilesOfBlock = kWarps;
 
 GS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Of a row, in words of scratch: the statistics, then the ids that are banned now.
+// Of a row, in words of scratch: the statistics; for flat rows masses of groups, and tokens around
+// the cut, which smaller vocabularies do not need; whether the row took passes over all of it; and
+// the ids that are banned now.
 struct ScratchLayout {
-  int groups, bans, words;
+  int groups, masses, bracket, by_row, bans, words;
 
   GS_HOST_DEVICE explicit ScratchLayout(const TableLayout& layout)
       : groups(ceil_div(layout.vocab_size, kTile) * kGroupsOfTile),
-        bans(kStatistics * groups),
+        masses(kStatistics * groups),
+        bracket(masses + 2 * groups),
+        by_row(bracket + (layout.vocab_size > kListed ? 2 * kBracketed : 0)),
+        bans(by_row + 1),
         words(ceil_div(bans + layout.max_stop_ids + layout.max_bad_words, 32) * 32) {}
 };
 
@@ -171,16 +177,25 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   const float epsilon = load_f32(params + kParamEpsilonCutoff);
   const float eta = load_f32(params + kParamEtaCutoff);
   const float sigma = load_f32(params + kParamTopNSigma);
+  const int top_k = params[kParamTopK];
+  const bool later = typical < 1.0f || epsilon > 0.0f || eta > 0.0f;
+  const bool bracketed = row.vocab > kListed;  // smaller ones have no place for it
   float bound = -kFltMax;
   double mean = 0.0, z_bound = -1e300;
   if (task.wishes.total) {
-    if (top_p >= 1.0f && typical >= 1.0f && epsilon <= 0.0f && eta <= 0.0f) {
-      const int token = draw_from_groups<Logits>(shared, block);
-      return {true, token, {task.largest, kNegInf, row.vocab}, task.total, 0};
+    if (top_p >= 1.0f && !later) {
+      const Kept all = {task.largest, kNegInf, row.vocab};
+      const int token = draw_from_groups<Logits>(shared, block, all, task.total, [&](int group) {
+        return group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group),
+                          task.largest, row.scale);
+      });
+      return {true, token, all, task.total, 0};
     }
     if (task.wishes.mean) mean = mean_of_groups(shared, block);
     if (top_p < 1.0f) {
-      if (!nucleus_bound(shared, block, maxima, top_p, &bound)) return selection;
+      if (!nucleus_bound(shared, block, maxima, top_p, &bound)) {
+        return later || !bracketed ? selection : select_from_bracket<Logits>(shared, block, top_p);
+      }
     } else {
       float z;
       if (typical < 1.0f) {
@@ -205,27 +220,41 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
       const float least = round_up(sigma_bound<Logits>(shared, block, sigma));
       bound = fmaxf(bound, fminf(least, task.largest));
     }
-    const int top_k = params[kParamTopK];
     if (top_k > 0 && top_k <= kMaxListedTopK) {
       bound = fmaxf(bound, top_bound(shared, block, maxima, task.largest, top_k));
     }
   }
   const int listed = list_groups(shared, block, maxima, bound);
-  if (listed > kListedGroups) return selection;
-  const int count = list_candidates<Logits>(shared, block, row, listed, bound);
-  if (count > kListed) return selection;
+  int count = kListed + 1;
+  if (listed <= kListedGroups) count = list_candidates<Logits>(shared, block, row, listed, bound);
+  if (count > kListed) {
+    if (later || !bracketed) return selection;
+    if (task.wishes.total) return select_from_bracket<Logits>(shared, block, top_p);
+    return top_k > 0 || top_p < 1.0f ? selection : select_above<Logits>(shared, block, bound);
+  }
   return filter_list(shared, block, count, task.wishes.total, mean, z_bound);
 }
 
 // From a row's statistics to its token and its next state.
 template <class Logits>
-__device__ inline void finish_row(Shared& shared, Block& block, const StepArguments& a,
-                                  int32_t* out, int32_t* row_scratch, int slot) {
+__device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) {
   Task& task = shared.task;
+  const int index = static_cast<int>(blockIdx.y), slot = task.slot;
+  int32_t* out = a.output + int64_t{index} * a.layout.output_words();
+  if (threadIdx.x == 0) {
+    const bool words_given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
+    const int32_t* params = task.row.params;
+    task.word =
+        words_given
+            ? static_cast<uint64_t>(a.words[index])
+            : philox_word(static_cast<uint64_t>(load_i64(params + kParamSeed)),
+                          static_cast<uint64_t>(load_i64(task.row.state + kStatePosition)), 0);
+  }
+  // Barriers before the draw make the word known.
+  Block block = {&shared.exchange, 0};
   const bool lists = task.row.has(kLists);
   if (lists) {
-    const int num_bans =
-        list_bans(shared, block, a.layout, row_scratch + ScratchLayout(a.layout).bans);
+    const int num_bans = list_bans(shared, block, a.layout, const_cast<int32_t*>(task.row.bans));
     if (block.thread() == 0) {
       task.row.num_bias = task.row.params[kParamNumBias];
       task.row.num_bans = num_bans;
@@ -258,6 +287,8 @@ __device__ inline void finish_row(Shared& shared, Block& block, const StepArgume
   __syncthreads();
   Selection selection = {};
   if (!special) selection = select_from_groups<Logits>(shared, block, maxima);
+  // For who wants to know by which way a row went.
+  if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
   int32_t* bits = nullptr;
   int32_t* counts = nullptr;
@@ -301,7 +332,8 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 }
 
 template <class Logits>
-__global__ void __launch_bounds__(kThreads, 4) sample_step_kernel(const StepArguments a) {
+__global__ void __launch_bounds__(kThreads, 3)
+    sample_step_kernel(const __grid_constant__ StepArguments a) {
   __shared__ Shared shared;
   grid_dependency_wait();
   grid_dependency_launch();
@@ -347,7 +379,12 @@ __global__ void __launch_bounds__(kThreads, 4) sample_step_kernel(const StepArgu
     task.raw_row.checks = 0;
     task.wishes = wishes_of(task.row);
     task.at = at;
+    task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);
+    task.bracket_y = reinterpret_cast<float*>(row_scratch + scratch.bracket);
+    task.by_row = row_scratch + scratch.by_row;
+    task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
     task.groups = scratch.groups;
+    task.slot = slot;
   }
   __syncthreads();
   if (group < scratch.groups) {
@@ -371,16 +408,7 @@ __global__ void __launch_bounds__(kThreads, 4) sample_step_kernel(const StepArgu
     __syncthreads();
     if (shared.is_last == 0) return;
   }
-  if (threadIdx.x == 0) {
-    const bool words_given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
-    task.word = words_given
-                    ? static_cast<uint64_t>(a.words[index])
-                    : philox_word(static_cast<uint64_t>(load_i64(params + kParamSeed)),
-                                  static_cast<uint64_t>(load_i64(state + kStatePosition)), 0);
-  }
-  // Barriers before the draw make the word known.
-  Block block = {&shared.exchange, 0};
-  finish_row<Logits>(shared, block, a, out, row_scratch, slot);
+  finish_row<Logits>(shared, a);
 }
 
 }  // namespace

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,6 @@ if not torch.cuda.is_available():
     # Without a GPU the triton backend's kernels run in Triton's interpreter, on the CPU. Triton
     # looks at this when it is imported. A 0 given from outside leaves these tests out.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import graphed_sampling  # noqa: F401  defines the op that the emulation implements
-
-EMULATED = Path(__file__).with_name("_emulated.so")
-if not torch.cuda.is_available() and EMULATED.exists():
-    # So do the kernels of the cuda backend, in their emulation.
-    torch.ops.load_library(str(EMULATED))
 
 from helpers import BackendDevice, backend_devices
 

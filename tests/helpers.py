@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ from graphed_sampling import (
 from graphed_sampling.layout import State
 from graphed_sampling.reference import RowResult, raw_logprobs, sample_row
 from graphed_sampling.testing import chi_square, spaced_words
+
+EMULATED = Path(__file__).with_name("_emulated.so")
+if not torch.cuda.is_available() and EMULATED.exists():
+    # Without a GPU the kernels of the cuda backend run in an emulation, on the CPU.
+    torch.ops.load_library(str(EMULATED))
 
 INF, NAN = math.inf, math.nan
 FLT_MAX = float(np.finfo(np.float32).max)

@@ -64,6 +64,34 @@ __device__ __forceinline__ float bf16_to_float(uint16_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
 
+// The larger of two pairs of bf16 or fp16, each for itself; of NaN and a number the number.
+__device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  uint32_t result;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+#else
+  const float low = fmaxf(__uint_as_float(a << 16), __uint_as_float(b << 16));
+  const float high = fmaxf(__uint_as_float(a & 0xFFFF0000u), __uint_as_float(b & 0xFFFF0000u));
+  return (__float_as_uint(high) & 0xFFFF0000u) | __float_as_uint(low) >> 16;
+#endif
+}
+
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  uint32_t result;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+#else
+  const auto larger = [](uint32_t x, uint32_t y) {
+    const float fx = half_to_float(static_cast<uint16_t>(x & 0xFFFFu));
+    const float fy = half_to_float(static_cast<uint16_t>(y & 0xFFFFu));
+    return (fx != fx || fy > fx ? y : x) & 0xFFFFu;
+  };
+  return larger(a, b) | larger(a >> 16, b >> 16) << 16;
+#endif
+}
+
 // Programmatic dependent launch. Wait: until the grids before this one have finished and what they
 // wrote can be seen. Launch: the next grid may start (it waits in turn before it reads).
 __device__ __forceinline__ void grid_dependency_wait() {

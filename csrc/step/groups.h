@@ -254,19 +254,17 @@ __device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& 
   return static_cast<int>(block.min_bits(token));
 }
 
-// A token drawn from all: its group by mass, then inside the group.
-template <class Logits>
-__device__ inline int draw_from_groups(Shared& shared, Block& block) {
+// A token drawn from what is kept: its group by mass, then inside the group. mass_at(group): of
+// those of its tokens, `total` in all.
+template <class Logits, class MassAt>
+__device__ inline int draw_from_groups(Shared& shared, Block& block, const Kept kept, int64_t total,
+                                       MassAt mass_at) {
   Task& task = shared.task;
-  const int64_t position = position_of(task.word, task.total);
+  const int64_t position = position_of(task.word, total);
   int64_t passed = 0;
   for (int first = 0; first < task.groups; first += kThreads) {
     const int group = first + block.thread();
-    int64_t mass = 0;
-    if (group < task.groups) {
-      mass = group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group), task.largest,
-                        task.row.scale);
-    }
+    const int64_t mass = group < task.groups ? mass_at(group) : 0;
     int64_t inside;
     const int64_t before = passed + block.sum_before(mass, &inside);
     if (before <= position && position < before + mass) {
@@ -280,8 +278,9 @@ __device__ inline int draw_from_groups(Shared& shared, Block& block) {
   __syncthreads();
   const int group = shared.found;
   const int64_t before = shared.found_before, mass = shared.found_mass;
-  // Every warp finds the same: a lane has two tokens, neighbours in canonical order.
-  const float maximum = __ldcg(task.at.maxima + group);
+  // Every warp finds the same: a lane has two tokens, neighbours in canonical order. Their masses
+  // start from the group's own maximum.
+  const double maximum = static_cast<double>(__ldcg(task.at.maxima + group));
   const double scale = load_f64(task.row.params + kParamWideScale);
   int64_t masses[2];
 #pragma unroll
@@ -291,9 +290,8 @@ __device__ inline int draw_from_groups(Shared& shared, Block& block) {
     if (token < task.row.vocab) {
       float y = load_logit<Logits>(task.row, token);
       if (!task.row.plain()) y = processed(task.row, y, token);
-      if (y > kNegInf) {
-        masses[i] =
-            mass_of(exp2_wide((static_cast<double>(y) - static_cast<double>(maximum)) * scale));
+      if (kept.holds(y, token)) {
+        masses[i] = mass_of(exp2_wide((static_cast<double>(y) - maximum) * scale));
       }
     }
   }
@@ -302,18 +300,17 @@ __device__ inline int draw_from_groups(Shared& shared, Block& block) {
     const int64_t other = __shfl_up_sync(kAllLanes, static_cast<long long>(up_to), step);
     if (block.lane() >= step) up_to += other;
   }
-  const int64_t total = __shfl_sync(kAllLanes, static_cast<long long>(up_to), kWarp - 1);
+  const int64_t of_tokens = __shfl_sync(kAllLanes, static_cast<long long>(up_to), kWarp - 1);
   // Where the tokens' masses add up to the group's, nothing is rounded.
   int64_t place = position - before;
-  if (total != mass) {
-    const double share = share_of(task.word, task.total, before, mass);
-    place = static_cast<int64_t>(share * static_cast<double>(total));
-    place = place < total ? place : total - 1;
+  if (of_tokens != mass) {
+    const double share = share_of(task.word, total, before, mass);
+    place = static_cast<int64_t>(share * static_cast<double>(of_tokens));
+    place = place < of_tokens ? place : of_tokens - 1;
   }
   const unsigned passing = __ballot_sync(kAllLanes, up_to <= place);
   const unsigned halfway = __ballot_sync(kAllLanes, up_to - masses[1] <= place);
-  const int at = __popc(passing) + __popc(halfway);
-  return token_at(group, at);
+  return token_at(group, __popc(passing) + __popc(halfway));
 }
 
 }  // namespace graphed_sampling

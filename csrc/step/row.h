@@ -40,8 +40,14 @@ struct Float32 {
     return __ldg(static_cast<const float*>(logits) + i);
   }
   __device__ static void unpack(const uint32_t (&words)[8], float (&x)[kPiece]) {
+#pragma unroll
     for (int i = 0; i < kPiece; ++i) x[i] = __uint_as_float(words[i]);
   }
+  // Of all that words hold; NaN counts only where there is nothing else.
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  }
+  __device__ static float largest(uint32_t word) { return __uint_as_float(word); }
 };
 
 struct BFloat16 {
@@ -53,10 +59,15 @@ struct BFloat16 {
     return bf16_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
   }
   __device__ static void unpack(const uint32_t (&words)[4], float (&x)[kPiece]) {
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
       x[2 * i] = __uint_as_float(words[i] << 16);
       x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
     }
+  }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max_bf16x2(a, b); }
+  __device__ static float largest(uint32_t word) {
+    return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
   }
 };
 
@@ -69,10 +80,16 @@ struct Float16 {
     return half_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
   }
   __device__ static void unpack(const uint32_t (&words)[4], float (&x)[kPiece]) {
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
       x[2 * i] = half_to_float(static_cast<uint16_t>(words[i] & 0xFFFFu));
       x[2 * i + 1] = half_to_float(static_cast<uint16_t>(words[i] >> 16));
     }
+  }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max_f16x2(a, b); }
+  __device__ static float largest(uint32_t word) {
+    return fmaxf(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
+                 half_to_float(static_cast<uint16_t>(word >> 16)));
   }
 };
 
@@ -119,36 +136,53 @@ struct Row : Source {
   __device__ bool plain() const { return checks == 0 && num_bias + num_bans == 0; }
 };
 
-// Everything after the row's end is -inf.
+// A piece that is not aligned, or ends after the row: everything there is -inf.
 template <class Logits>
-__device__ inline Pack<Logits> load_pack(const Source& row, int first) {
+__device__ inline void load_singly(const Source& source, int first,
+                                   uint32_t (&words)[4 * Logits::kVectors]) {
   using Bits = typename Logits::Bits;
-  constexpr int kBitsOf = 8 * static_cast<int>(sizeof(Bits));
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(Bits));
+  const Bits* logits = static_cast<const Bits*>(source.logits) + first;
+#pragma unroll
+  for (int i = 0; i < 4 * Logits::kVectors; ++i) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      const int at = i * kPerWord + j;
+      const uint32_t bits = first + at < source.vocab ? static_cast<uint32_t>(__ldg(logits + at))
+                                                      : Logits::kNegInfBits;
+      word |= bits << (j * 16);
+    }
+    words[i] = word;
+  }
+}
+
+template <class Logits>
+__device__ __noinline__ Pack<Logits> load_singly_once(const Source& source, int first) {
   Pack<Logits> pack;
-  const Bits* logits = static_cast<const Bits*>(row.logits) + first;
-  if (row.aligned && first + kPiece <= row.vocab) {
+  load_singly<Logits>(source, first, pack.words);
+  return pack;
+}
+
+// kFirstPass: that one, which reads everything, has the rarer way inline too.
+template <class Logits, bool kFirstPass = false>
+__device__ inline Pack<Logits> load_pack(const Source& source, int first) {
+  Pack<Logits> pack;
+  if (source.aligned && first + kPiece <= source.vocab) {
+    const auto* vectors = reinterpret_cast<const uint4*>(
+        static_cast<const typename Logits::Bits*>(source.logits) + first);
 #pragma unroll
     for (int i = 0; i < Logits::kVectors; ++i) {
-      const uint4 vector = __ldg(reinterpret_cast<const uint4*>(logits) + i);
+      const uint4 vector = __ldg(vectors + i);
       pack.words[4 * i] = vector.x;
       pack.words[4 * i + 1] = vector.y;
       pack.words[4 * i + 2] = vector.z;
       pack.words[4 * i + 3] = vector.w;
     }
-    return pack;
-  }
-#pragma unroll
-  for (int i = 0; i < 4 * Logits::kVectors; ++i) {
-    constexpr int kPerWord = 32 / kBitsOf;
-    uint32_t word = 0;
-#pragma unroll
-    for (int j = 0; j < kPerWord; ++j) {
-      const int at = i * kPerWord + j;
-      const uint32_t bits =
-          first + at < row.vocab ? static_cast<uint32_t>(__ldg(logits + at)) : Logits::kNegInfBits;
-      word |= bits << (j * (kBitsOf % 32));
-    }
-    pack.words[i] = word;
+  } else if (kFirstPass) {
+    load_singly<Logits>(source, first, pack.words);
+  } else {
+    pack = load_singly_once<Logits>(source, first);
   }
   return pack;
 }

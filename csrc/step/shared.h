@@ -11,6 +11,7 @@ constexpr int kListedGroups = 1024;  // groups that are read again for one
 constexpr int kCachedGroups = 4096;  // whose maxima fit beside the rest: 262144 tokens
 constexpr int kBins = kThreads;      // one a thread
 constexpr int kMaxListedTopK = 1024;
+constexpr int kBracketed = 16384;  // tokens around the cut of a flat row that its list holds
 
 // What all threads of a block know of the row that it finishes. One of them writes it, before a
 // barrier.
@@ -19,7 +20,13 @@ struct Task {
   Row raw_row;  // the same without all that processing does
   Wishes wishes;
   Statistics at;
+  // For flat rows: masses of groups, and tokens around the cut with their y.
+  int64_t* masses;
+  float* bracket_y;
+  int32_t* bracket_ids;
+  int32_t* by_row;
   int groups;
+  int slot;
   float largest;  // of y, once it is known
   int64_t total;  // mass of y at the row's temperature, where that is wanted
   uint64_t word;  // of the draw
@@ -31,6 +38,7 @@ struct Shared {
   int is_last;
   // What one thread found for all.
   int found;
+  int count;  // of a list that warps append to
   int64_t found_before, found_mass;
   uint32_t bins[kBins];
   int32_t group_list[kListedGroups];
@@ -41,6 +49,7 @@ struct Shared {
   union {
     float maxima[kCachedGroups];
     uint64_t keys[kListed];
+    unsigned long long mass_bins[kBins];
   };
 };
 

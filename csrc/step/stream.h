@@ -91,7 +91,7 @@ __device__ inline Packs<Logits, kHalves> load_halves(const Source& source, int g
   Packs<Logits, kHalves> loaded;
 #pragma unroll
   for (int i = 0; i < kHalves * kPieces / 2; ++i) {
-    loaded.packs[i] = load_pack<Logits>(source, piece_first(group, half * (kPieces / 2) + i));
+    loaded.packs[i] = load_pack<Logits, true>(source, piece_first(group, half * (kPieces / 2) + i));
   }
   return loaded;
 }
@@ -156,6 +156,19 @@ __device__ __noinline__ void stream_checked_group(const Row& row, const Wishes w
   at.raw_sums[group] = raw.sum;
 }
 
+template <class Logits, int kHalves>
+__device__ inline float maximum_of(const Packs<Logits, kHalves>& loaded, int half) {
+  uint32_t word = loaded.packs[half * (kPieces / 2)].words[0];
+#pragma unroll
+  for (int i = 0; i < kPieces / 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4 * Logits::kVectors; ++j) {
+      word = Logits::larger(word, loaded.packs[half * (kPieces / 2) + i].words[j]);
+    }
+  }
+  return Logits::largest(word);
+}
+
 // A group of a row in which y is the logit. ahead: what is loaded of it.
 template <class Logits>
 __device__ inline void stream_group(const Source& source, const Wishes& wishes, float scale,
@@ -165,13 +178,18 @@ __device__ inline void stream_group(const Source& source, const Wishes& wishes, 
   Weights first = {kNegInf, 0.0f, 0.0f}, raw = first;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float x[kHalf];
+    Packs<Logits, 1> loaded;
     if (half < Logits::kHalvesAhead) {
-      unpack_half(ahead, half, x);
+#pragma unroll
+      for (int i = 0; i < kPieces / 2; ++i) {
+        loaded.packs[i] = ahead.packs[(half * (kPieces / 2) + i) % (Logits::kHalvesAhead * 4)];
+      }
     } else {
-      unpack_half(load_halves<Logits, 1>(source, group, half), 0, x);
+      loaded = load_halves<Logits, 1>(source, group, half);
     }
-    Weights part = {maximum_of(x), 0.0f, 0.0f};
+    Weights part = {maximum_of(loaded, 0), 0.0f, 0.0f};
+    float x[kHalf];
+    unpack_half(loaded, 0, x);
     if (wishes.both) {
       part.sum = sum_of(x, part.maximum, kLog2E);
       raw = merged(raw, part, kLog2E);

@@ -18,9 +18,10 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-# By name: importing the backend of that name rebinds `torch` in this package.
-from torch import Tensor, cuda
+# By name: importing the backends of those names rebinds `torch` and `cuda` in this package.
+from torch import Tensor
 from torch import device as Device
+from torch.cuda import is_available as has_gpu
 
 NAMES = ("cpu", "triton", "torch", "cuda")
 """Every backend, in the order in which `auto` tries them."""
@@ -65,7 +66,7 @@ class BackendInfo:
 def describe(device: Device | str | None = None) -> list[BackendInfo]:
     """Every backend on `device` (a GPU where there is one): usable or why not, what it refuses."""
     if device is None:
-        device = "cuda" if cuda.is_available() else "cpu"
+        device = "cuda" if has_gpu() else "cpu"
     infos = []
     for name in NAMES:
         backend = module(name)

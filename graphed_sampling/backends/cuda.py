@@ -26,7 +26,10 @@ _PIECE: Final = 8
 _PIECES: Final = 8
 _LANES: Final = 32
 _TILE: Final = _PIECE * _PIECES * _LANES
-_STATISTICS: Final = 5
+# And its scratch, in words: of a group, and of the list around the cut of a flat row.
+_OF_GROUP: Final = 7
+_BRACKET: Final = 2 * 16384
+_LISTED: Final = 2048
 
 
 def unusable(device: torch.device) -> str:
@@ -65,9 +68,14 @@ def canonical_order(vocab_size: int) -> Tensor:
 @functools.lru_cache
 def scratch_words(layout: TableLayout, rows: int) -> int:
     """int32 words of scratch that a step of `rows` rows needs."""
+    bans = layout.max_stop_ids + layout.max_bad_words
+    return _whole(rows) + rows * _whole(by_row_word(layout) + 1 + bans)
+
+
+def by_row_word(layout: TableLayout) -> int:
+    """Which word of a row's scratch says whether its last step took passes over the whole row."""
     groups = -(-layout.vocab_size // _TILE) * _LANES
-    words = _STATISTICS * groups + layout.max_stop_ids + layout.max_bad_words
-    return _whole(rows) + rows * _whole(words)
+    return _OF_GROUP * groups + (_BRACKET if layout.vocab_size > _LISTED else 0)
 
 
 def _whole(words: int) -> int:

@@ -1,0 +1,242 @@
+// Flat rows, whose survivors are too many for a list: a second pass over the row.
+#pragma once
+
+#include "whole_row.h"
+
+namespace graphed_sampling {
+
+constexpr int kSampledGroups = 128;
+
+// Sums of weights as integers, so that their order decides nothing: this is 1.
+constexpr float kWeightUnit = 1048576.0f;
+
+// Between which y the cut of top_p very probably is. The mass below a bound is about `ratio` times
+// what evenly spaced groups hold of it. Its standard deviation is at most the root of
+// ratio * mass * (weight at the bound), since no token below the bound weighs more.
+template <class Logits>
+__device__ __noinline__ void bracket_cut(Shared& shared, Block& block, float top_p, float* low,
+                                         float* high) {
+  Task& task = shared.task;
+  const float scale = task.row.scale;
+  const int sampled = min(kSampledGroups, task.groups);
+  const float ratio = static_cast<float>(task.groups) / static_cast<float>(sampled);
+  const float budget = static_cast<float>(static_cast<double>(task.total) / kOne) * (1.0f - top_p);
+  // Below it not even all tokens weigh the budget.
+  const float start = fminf(lg2_approx(budget / static_cast<float>(task.row.vocab)), -1.0f);
+  const Bins bins(start, 0.0f);
+  __syncthreads();
+  shared.mass_bins[block.thread()] = 0;
+  __syncthreads();
+  int64_t below_all = 0;
+  for (int i = block.thread(); i < sampled * kPieces; i += kThreads) {
+    const int group = static_cast<int>(int64_t{i / kPieces} * task.groups / sampled);
+    float y[kPiece];
+    piece_y<Logits>(task.row, piece_first(group, i % kPieces), y);
+#pragma unroll 1
+    for (int j = 0; j < kPiece; ++j) {
+      if (y[j] == kNegInf) continue;
+      const float z = z_of(y[j], task.largest, scale);
+      const auto weight =
+          static_cast<unsigned long long>(__float2ll_rn(ex2_approx(z) * kWeightUnit));
+      if (z >= start) {
+        atomicAdd(&shared.mass_bins[bins.bin(z)], weight);
+      } else {
+        below_all += static_cast<int64_t>(weight);
+      }
+    }
+  }
+  below_all = block.sum(below_all);
+  // Thread i: the lower end of bin i, counted from the top.
+  int64_t all;
+  const auto mine = static_cast<int64_t>(shared.mass_bins[block.thread()]);
+  const int64_t before = block.sum_before(mine, &all);
+  const float below = ratio / kWeightUnit * static_cast<float>(below_all + all - before - mine);
+  const float z = start * static_cast<float>(block.thread() + 1) / static_cast<float>(kBins);
+  const float error = 5.0f * sqrtf(ratio * ex2_approx(z) * (below + ratio * ex2_approx(z)));
+  // The highest end with surely less below it than the budget, the lowest with surely more.
+  const uint64_t low_bin =
+      block.min_bits(below + error <= budget ? static_cast<uint64_t>(block.thread()) : kBins);
+  const uint64_t high_bin =
+      block.max_bits(below - error >= budget ? static_cast<uint64_t>(block.thread()) + 1 : 0);
+  const float width = start / static_cast<float>(kBins);
+  const float low_z = low_bin < kBins ? width * static_cast<float>(low_bin + 1) : -1e30f;
+  const float high_z = width * static_cast<float>(high_bin);
+  *low = fmaxf(task.largest + low_z / scale, -kFltMax);
+  *high = high_bin == 0 ? kInf : task.largest + high_z / scale;
+}
+
+// The second pass: the mass of what each group has from `high` on, and a list of what lies between
+// `low` and `high`. Returns how many there are from `high` on; shared.count: in the list, or would
+// be if it were longer.
+template <class Logits>
+__device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
+  Task& task = shared.task;
+  const float scale = task.row.scale;
+  if (block.thread() == 0) shared.count = 0;
+  __syncthreads();
+  int64_t above = 0;
+  for (int first = block.warp() * kWarp; first < task.groups; first += kThreads) {
+    const int group = first + block.lane();
+    const float maximum = __ldcg(task.at.maxima + group);
+    const float base = finite_or_zero(maximum);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int first_id = piece_first(group, piece);
+      float y[kPiece];
+      piece_y<Logits>(task.row, first_id, y);
+      int number = 0;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const bool over = y[i] >= high;
+        sum += over ? ex2_approx(z_of(y[i], base, scale)) : 0.0f;
+        above += over ? 1 : 0;
+        number += y[i] >= low && !over ? 1 : 0;
+      }
+      int up_to = number;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, up_to, step);
+        if (block.lane() >= step) up_to += other;
+      }
+      const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+      if (appended == 0) continue;
+      // The order of the list decides nothing: every use of it sums, compares or sorts.
+      int place = 0;
+      if (block.lane() == 0) place = atomicAdd(&shared.count, appended);
+      place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
+      if (number == 0) continue;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        if (y[i] >= low && !(y[i] >= high)) {
+          if (place < kBracketed) {
+            task.bracket_y[place] = y[i];
+            task.bracket_ids[place] = first_id + i;
+          }
+          ++place;
+        }
+      }
+    }
+    task.masses[group] = group_mass(maximum, sum, task.largest, scale);
+  }
+  return block.sum(above);
+}
+
+__device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
+  int64_t mass = 0;
+  for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
+    mass += __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group);
+  }
+  return block.sum(mass);
+}
+
+// top_p alone, and the draw, of a flat row. Not complete where the bracket turns out not to hold
+// the cut, or more than its list does.
+template <class Logits>
+__device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& block, float top_p) {
+  Task& task = shared.task;
+  const int thread = block.thread();
+  const double largest = static_cast<double>(task.largest);
+  const double scale = load_f64(task.row.params + kParamWideScale);
+  const auto mass_at = [&](float y) {
+    return mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
+  };
+  Selection selection = {};
+  float low, high;
+  bracket_cut<Logits>(shared, block, top_p, &low, &high);
+  const int64_t above = collect<Logits>(shared, block, low, high);
+  const int count = shared.count;
+  if (count == 0 || count > kBracketed) return selection;
+  const int64_t target = target_of(top_p, task.total);
+  const int64_t left = target - sum_of_masses(shared, block);
+  if (left <= 0) return selection;
+
+  // In which of the bracket's bins the cut is.
+  const Bins bins(low, fminf(high, task.largest));
+  shared.mass_bins[thread] = 0;
+  __syncthreads();
+  for (int i = thread; i < count; i += kThreads) {
+    const float y = task.bracket_y[i];
+    atomicAdd(&shared.mass_bins[bins.bin(y)], static_cast<unsigned long long>(mass_at(y)));
+  }
+  __syncthreads();
+  int64_t inside;
+  const auto mine = static_cast<int64_t>(shared.mass_bins[thread]);
+  const int64_t before = block.sum_before(mine, &inside);
+  if (inside < left) return selection;
+  if (before < left && before + mine >= left) {
+    shared.found = thread;
+    shared.found_before = before;
+  }
+  if (thread == 0) shared.count = 0;
+  __syncthreads();
+  const int cut_bin = shared.found;
+  const int64_t higher = shared.found_before;
+
+  // Its tokens, sorted, have the cut among them.
+  int64_t kept = 0;
+  for (int i = thread; i < count; i += kThreads) {
+    const float y = task.bracket_y[i];
+    const int bin = bins.bin(y);
+    if (bin < cut_bin) ++kept;
+    if (bin == cut_bin) {
+      const int place = atomicAdd(&shared.count, 1);
+      if (place < kListed) {
+        shared.list_y[place] = y;
+        shared.list_ids[place] = task.bracket_ids[i];
+      }
+    }
+  }
+  __syncthreads();
+  const int in_cut = shared.count;
+  if (in_cut > kListed) return selection;
+  const uint64_t* sorted = sort_list(shared, block, in_cut);
+  int64_t passed = higher;
+  int within = 0;
+  for (int first = 0; first < in_cut && passed < left; first += kThreads) {
+    int64_t mass = 0, of_all;
+    if (first + thread < in_cut) mass = mass_at(y_of_order(sorted[first + thread]));
+    const int64_t passed_before = passed + block.sum_before(mass, &of_all);
+    within += first + thread < in_cut && passed_before < left ? 1 : 0;
+    passed += of_all;
+  }
+  within = static_cast<int>(block.sum(within));
+  const uint64_t cut = sorted[within - 1];
+  selection.kept = {task.largest, y_of_order(cut), id_of_order(cut)};
+  for (int i = thread; i < count; i += kThreads) {
+    const float y = task.bracket_y[i];
+    const int token = task.bracket_ids[i];
+    if (order_of(y, token) >= cut) {
+      // Integers: the order of the additions decides nothing.
+      atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + group_of(token),
+                static_cast<unsigned long long>(mass_at(y)));
+    }
+  }
+  selection.num_kept = static_cast<int>(above + block.sum(kept) + within);
+  selection.total = sum_of_masses(shared, block);
+  selection.token =
+      draw_from_groups<Logits>(shared, block, selection.kept, selection.total, [&](int group) {
+        return static_cast<int64_t>(
+            __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
+      });
+  selection.complete = true;
+  return selection;
+}
+
+// The draw from all tokens that reach a bound.
+template <class Logits>
+__device__ __noinline__ Selection select_above(Shared& shared, Block& block, float bound) {
+  const int64_t above = collect<Logits>(shared, block, bound, bound);
+  Selection selection = {};
+  selection.num_kept = static_cast<int>(above);
+  selection.total = sum_of_masses(shared, block);
+  selection.kept = {shared.task.largest, bound, shared.task.row.vocab};
+  selection.token =
+      draw_from_groups<Logits>(shared, block, selection.kept, selection.total, [&](int group) {
+        return static_cast<int64_t>(
+            __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
+      });
+  selection.complete = true;
+  return selection;
+}
+
+}  // namespace graphed_sampling

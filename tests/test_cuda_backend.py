@@ -1,0 +1,272 @@
+"""The cuda backend's own: its geometry and scratch, what its op checks, and barriers.
+
+Its results are the business of the tests of the contract. On a machine without a GPU they run in an
+emulation of CUDA, which can put a block's threads in any order: see test_emulation.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum, IntFlag
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    EMULATED,
+    BackendDevice,
+    CheckedTable,
+    backend_devices,
+    random_bitmask,
+    random_params,
+    random_words,
+)
+
+from graphed_sampling import RequestTable, Sampler, SamplingParams, backends
+from graphed_sampling.backends import cuda
+from graphed_sampling.layout import (
+    HEADER_WORDS,
+    FinishReason,
+    Output,
+    Param,
+    ParamFlags,
+    RowFlags,
+    State,
+    TableLayout,
+)
+
+CSRC = Path(__file__).parents[1] / "csrc"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(params=[p for p in backend_devices() if p.values[0].backend == "cuda"])
+def pair(request: pytest.FixtureRequest) -> BackendDevice:
+    """The backend wherever it can be used."""
+    pair: BackendDevice = request.param
+    return pair
+
+
+# What C++ repeats of Python.
+
+
+def test_records_are_the_same_in_cpp() -> None:
+    source = (CSRC / "common/layout.h").read_text()
+    found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", source)}
+    expected: dict[str, int] = {"HeaderWords": HEADER_WORDS, "Ints": 9}
+    prefixes: list[tuple[str, type[IntEnum] | type[IntFlag]]] = [
+        ("", ParamFlags),
+        ("Param", Param),
+        ("State", State),
+        ("Output", Output),
+        ("Finish", FinishReason),
+        ("Row", RowFlags),
+    ]
+    for prefix, words in prefixes:
+        for word in words:
+            name = "".join(part.capitalize() for part in word.name.split("_"))
+            expected[prefix + name] = int(word)
+    assert found == expected
+
+
+def test_scratch_is_what_cpp_takes(pair: BackendDevice) -> None:
+    """A word less than `scratch_words` is refused, so both count the same."""
+    for vocab, options in ((5, {}), (2048, {"max_bad_words": 3}), (70_001, {"max_stop_ids": 40})):
+        for rows in (1, 33):
+            table = RequestTable(rows, vocab, device=pair.device, penalties=False, **options)
+            step = Arguments(table, rows, pair)
+            assert step.scratch.numel() == cuda.scratch_words(table.layout, rows)
+            step.run()
+            step.scratch = step.scratch[:-1]
+            with pytest.raises(RuntimeError, match="scratch must be contiguous int32 of at least"):
+                step.run()
+
+
+class Arguments:
+    """The op's arguments, to be changed one by one."""
+
+    def __init__(self, table: RequestTable, rows: int, pair: BackendDevice) -> None:
+        layout = table.layout
+        self.logits = torch.zeros(rows, layout.vocab_size, device=pair.device)
+        self.slots = torch.full((rows,), -1, dtype=torch.int32, device=pair.device)
+        self.params, self.state, self.tables = table.params, table.state, table.tables
+        self.output, self.scratch = (
+            torch.zeros(shape, dtype=torch.int32, device=pair.device)
+            for shape in ((rows, layout.output_words), cuda.scratch_words(layout, rows))
+        )
+        self.layout = layout.to_ints()
+        self.grammar_bitmask: torch.Tensor | None = None
+        self.words: torch.Tensor | None = None
+        self.given: torch.Tensor | None = None
+
+    def run(self) -> None:
+        torch.ops.graphed_sampling.cuda_step(*vars(self).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("logits", lambda t: t[:, :-1], "logits must be"),
+        ("logits", lambda t: t[0], "logits must be"),
+        ("logits", lambda t: t.double(), "float32, bfloat16 or float16"),
+        ("logits", lambda t: t[:0], "there are 0 rows"),
+        ("logits", lambda t: t.expand(2, 2, 40)[0].T.contiguous().T, "logits must be"),
+        ("slots", lambda t: t.long(), "slots must be"),
+        ("slots", lambda t: t[:1], "slots must be"),
+        ("params", lambda t: t[:-1], "params must be"),
+        ("state", lambda t: t.float(), "state must be"),
+        ("tables", lambda t: t[:-1], "tables must be"),
+        ("output", lambda t: t[:1], "output must be"),
+        ("layout", lambda t: t[:-1], "layout has 8 numbers"),
+        ("words", lambda _: torch.zeros(1, dtype=torch.int64), "words must be"),
+        ("grammar_bitmask", lambda _: torch.zeros(2, 1, dtype=torch.int32), "grammar_bitmask"),
+        ("given", lambda _: torch.zeros(1, dtype=torch.int32), "given must be"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_op_checks_what_it_is_given(
+    pair: BackendDevice, name: str, change: Callable[[Any], Any], message: str
+) -> None:
+    step = Arguments(RequestTable(2, 40, device=pair.device), 2, pair)
+    step.run()
+    changed = change(getattr(step, name))
+    if isinstance(changed, torch.Tensor):
+        changed = changed.to(pair.device)
+    setattr(step, name, changed)
+    with pytest.raises(RuntimeError, match=message):
+        step.run()
+
+
+def test_canonical_order() -> None:
+    assert cuda.canonical_order(7).tolist() == list(range(7))
+    order = cuda.canonical_order(5000).tolist()
+    assert sorted(order) == list(range(5000))
+    # The first group: pieces of 8 tokens, 256 apart.
+    assert order[:64] == [256 * piece + i for piece in range(8) for i in range(8)]
+    assert order[64:72] == list(range(8, 16))
+    # The last tile has 5000 - 4096 tokens: 3 pieces of a group and the beginning of a fourth.
+    assert order[4096:4128] == [4096 + 256 * piece + i for piece in range(4) for i in range(8)]
+
+
+def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice) -> None:
+    """How many of a row's blocks are through is 0 again, whichever rows had work."""
+    rows, vocab = 5, 40_000
+    table = RequestTable(rows, vocab, device=pair.device)
+    for seed in range(3):
+        table.admit(SamplingParams(seed=seed, max_tokens=1 + seed))
+    sampler = Sampler(table, pair.backend)
+    logits = torch.randn(rows, vocab, device=pair.device)
+    for slots in ([0, 1, 2, -1, -1], [2, -1, 0, 1, -1], [-1] * 5):
+        sampler(logits, torch.tensor(slots, dtype=torch.int32))
+        assert not sampler._step._scratch[:rows].any()
+
+
+# Where it can be used.
+
+
+def test_it_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda.unusable(torch.device("meta")) == "its kernel runs on CUDA GPUs"
+    monkeypatch.setattr(cuda, "_has_kernel", lambda key: False)
+    assert "in the emulation that its tests load" in cuda.unusable(CPU)
+    assert "the native library is not loaded" in cuda.unusable(CUDA)
+    monkeypatch.setattr(cuda, "_has_kernel", lambda key: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "build_info", lambda: {"architectures": ["90", "100"]})
+    for capability, reason in (
+        ((8, 9), "it was built for 90, 100, and the GPU is 8.9"),
+        ((9, 0), ""),
+        ((12, 0), ""),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert cuda.unusable(CUDA) == reason
+
+
+def test_auto_does_not_choose_it_yet() -> None:
+    assert backends.resolve("auto", CPU) == "cpu"
+    assert backends.NAMES.index("cuda") > backends.NAMES.index("triton")
+
+
+# Barriers.
+
+
+@contextmanager
+def threads_in_order(seed: int) -> Iterator[None]:
+    """In the emulation, a block's threads run in an order that the seed gives; 0: ascending."""
+    library = ctypes.CDLL(str(EMULATED))
+    set_order = library.graphed_sampling_emulation_set_order
+    set_order.argtypes = [ctypes.c_uint64]
+    set_order(seed)
+    try:
+        yield
+    finally:
+        set_order(0)
+
+
+@pytest.mark.parametrize("vocab", [40, 3000, 20_000], ids=lambda v: f"V{v}")
+def test_the_order_of_threads_changes_no_bit(pair: BackendDevice, vocab: int) -> None:
+    """Whatever runs first between two barriers: the same records and states."""
+    if not pair.emulated:
+        pytest.skip("the order of a GPU's threads cannot be chosen")
+
+    def run(seed: int) -> list[torch.Tensor]:
+        rng = np.random.default_rng(vocab)
+        checked = CheckedTable(pair, vocab, 24, max_logprobs=5, eos_token_ids=[0])
+        for slot in range(24):
+            prompt, output = (rng.integers(0, vocab, 6).tolist() for _ in range(2))
+            checked.admit(random_params(rng, vocab, output, 0.4), prompt, output, slot)
+        records = []
+        with threads_in_order(seed):
+            for step in range(2):
+                logits = torch.from_numpy(rng.normal(0, 2, (24, vocab)).astype(np.float32))
+                if step:
+                    logits = (logits * 4).round() / 4  # ties
+                mask = random_bitmask(rng, 24, vocab) if step else None
+                words = random_words(rng, 24, 0.1)
+                host = checked.step(logits, range(24), bitmask=mask, words=words)
+                records.append(host.record)
+        checked.check_state()
+        return [*records, checked.table.state, checked.table.tables]
+
+    expected = run(0)
+    for seed in range(1, 4):
+        for record, one in zip(run(seed), expected, strict=True):
+            assert torch.equal(record, one), seed
+
+
+def test_layout_sizes(pair: BackendDevice) -> None:
+    """Odd capacities, which move every list of the records."""
+    options = {
+        "max_logprobs": 3,
+        "max_logit_bias": 5,
+        "max_stop_ids": 3,
+        "max_bad_words": 2,
+        "max_bad_word_length": 4,
+        "max_logprob_ids": 7,
+    }
+    rng = np.random.default_rng(1)
+    checked = CheckedTable(pair, 77, 6, **options)
+    assert isinstance(checked.table.layout, TableLayout)
+    for seed in range(6):
+        checked.admit(
+            SamplingParams(
+                seed=seed,
+                logit_bias={seed: 1.0, 70: -np.inf},
+                bad_words_ids=[[5, 6, 7, 8], [9]],
+                stop_token_ids=[3, 76],
+                min_tokens=1,
+                logprobs=3,
+                logprob_token_ids=range(7),
+            ),
+            [1, 2],
+            [5, 6, 7],
+        )
+    for _ in range(3):
+        live = [slot for slot, r in checked.requests.items() if not r.finish]
+        logits = torch.from_numpy(rng.normal(0, 1, (len(live), 77)).astype(np.float32))
+        checked.step(logits.to(pair.device), live)
+    checked.check_state()
+    checked.tally.check()
