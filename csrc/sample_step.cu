@@ -170,7 +170,11 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   Selection selection = {};
   if (row.has(kGreedy)) {
     const int token = first_maximum<Logits>(shared, block, maxima);
-    return {true, token, {task.largest, task.largest, token}, int64_t{1} << kMassBits, 1};
+    return {true,
+            {token, task.largest},
+            {task.largest, task.largest, token},
+            int64_t{1} << kMassBits,
+            1};
   }
   const float top_p = load_f32(params + kParamTopP);
   const float typical = load_f32(params + kParamTypicalP);
@@ -185,11 +189,11 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   if (task.wishes.total) {
     if (top_p >= 1.0f && !later) {
       const Kept all = {task.largest, kNegInf, row.vocab};
-      const int token = draw_from_groups<Logits>(shared, block, all, task.total, [&](int group) {
+      const Drawn drawn = draw_from_groups<Logits>(shared, block, all, task.total, [&](int group) {
         return group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group),
                           task.largest, row.scale);
       });
-      return {true, token, all, task.total, 0};
+      return {true, drawn, all, task.total, 0};
     }
     if (task.wishes.mean) mean = mean_of_groups(shared, block);
     if (top_p < 1.0f) {
@@ -241,40 +245,41 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
   Task& task = shared.task;
   const int index = static_cast<int>(blockIdx.y), slot = task.slot;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
-  if (threadIdx.x == 0) {
-    const bool words_given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
-    const int32_t* params = task.row.params;
-    task.word =
-        words_given
-            ? static_cast<uint64_t>(a.words[index])
-            : philox_word(static_cast<uint64_t>(load_i64(params + kParamSeed)),
-                          static_cast<uint64_t>(load_i64(task.row.state + kStatePosition)), 0);
-  }
-  // Barriers before the draw make the word known.
   Block block = {&shared.exchange, 0};
+  const int32_t* params = task.row.params;
+  const int num_stop = params[kParamNumStop];
+  const int stop = block.thread() < num_stop ? params[a.layout.stop_ids() + block.thread()] : -1;
+  if (block.thread() == 0) {
+    const int32_t* state = task.row.state;
+    task.position = load_i64(state + kStatePosition);
+    task.generated = state[kStateNumGenerated];
+    task.generation = state[kStateGeneration];
+    const bool words_given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
+    task.word = words_given ? static_cast<uint64_t>(a.words[index])
+                            : philox_word(static_cast<uint64_t>(load_i64(params + kParamSeed)),
+                                          static_cast<uint64_t>(task.position), 0);
+  }
   const bool lists = task.row.has(kLists);
   if (lists) {
     const int num_bans = list_bans(shared, block, a.layout, const_cast<int32_t*>(task.row.bans));
     if (block.thread() == 0) {
-      task.row.num_bias = task.row.params[kParamNumBias];
+      task.row.num_bias = params[kParamNumBias];
       task.row.num_bans = num_bans;
     }
+    __syncthreads();
   }
-  float largest;
-  Maxima maxima = load_maxima(shared, block, task.at.maxima, &largest);
+  Totals totals;
+  Maxima maxima = load_statistics(shared, block, &totals);
   int row_flags = 0;
-  if (largest == kInf || lists) {
-    if (largest == kInf && repair_marked<Logits>(shared, block)) row_flags |= kRowNan;
+  if (totals.largest == kInf || lists) {
+    if (totals.largest == kInf && repair_marked<Logits>(shared, block)) row_flags |= kRowNan;
     if (lists) repair_listed<Logits>(shared, block);
-    maxima = load_maxima(shared, block, task.at.maxima, &largest);
+    maxima = load_statistics(shared, block, &totals);
   }
+  const float largest = totals.largest;
   const bool special = largest == kInf || largest == kNegInf;
   if (largest == kInf) row_flags |= kRowPosInf;
   if (largest == kNegInf) row_flags |= kRowEmpty;
-  int64_t total = 0;
-  if (task.wishes.total && !special) {
-    total = mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest, task.row.scale);
-  }
   const int fallback = largest == kNegInf ? fallback_id(shared, block) : 0;
   if (block.thread() == 0) {
     task.row.special = largest == kInf      ? kPositiveInfinity
@@ -282,7 +287,8 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
                                             : kNormal;
     task.row.fallback = fallback;
     task.largest = special ? 0.0f : largest;
-    task.total = total;
+    task.total = totals.mass;
+    task.raw_total = totals.raw_mass;
   }
   __syncthreads();
   Selection selection = {};
@@ -296,7 +302,7 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
     bits = a.tables + a.layout.output_bits() + int64_t{slot} * a.layout.bitmap_words();
     counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
   }
-  report<Logits>(shared, block, a.layout, out, bits, counts, selection, row_flags);
+  report<Logits>(shared, block, a.layout, out, bits, counts, selection, row_flags, stop);
 }
 
 // What processing a row takes, but for what changes while it is finished.

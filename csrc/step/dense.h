@@ -213,7 +213,7 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
   }
   selection.num_kept = static_cast<int>(above + block.sum(kept) + within);
   selection.total = sum_of_masses(shared, block);
-  selection.token =
+  selection.drawn =
       draw_from_groups<Logits>(shared, block, selection.kept, selection.total, [&](int group) {
         return static_cast<int64_t>(
             __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
@@ -230,7 +230,7 @@ __device__ __noinline__ Selection select_above(Shared& shared, Block& block, flo
   selection.num_kept = static_cast<int>(above);
   selection.total = sum_of_masses(shared, block);
   selection.kept = {shared.task.largest, bound, shared.task.row.vocab};
-  selection.token =
+  selection.drawn =
       draw_from_groups<Logits>(shared, block, selection.kept, selection.total, [&](int group) {
         return static_cast<int64_t>(
             __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));

@@ -14,11 +14,11 @@ __device__ inline int64_t group_mass(float maximum, float sum, float largest, fl
 // Copies the maxima close by, where they fit. largest: of them.
 __device__ inline Maxima load_maxima(Shared& shared, Block& block, const float* stored,
                                      float* largest) {
-  Task& task = shared.task;
-  const bool cached = task.groups <= kCachedGroups;
+  const int groups = shared.task.groups;
+  const bool cached = groups <= kCachedGroups;
   __syncthreads();  // their place may still be in use
   float maximum = kNegInf;
-  for (int group = block.thread(); group < task.groups; group += kThreads) {
+  for (int group = block.thread(); group < groups; group += kThreads) {
     const float value = __ldcg(stored + group);
     if (cached) shared.maxima[group] = value;
     maximum = fmaxf(maximum, value);
@@ -30,12 +30,69 @@ __device__ inline Maxima load_maxima(Shared& shared, Block& block, const float* 
 // The mass of all groups, relative to the largest.
 __device__ inline int64_t mass_of_groups(Shared& shared, Block& block, const float* maxima,
                                          const float* sums, float largest, float scale) {
-  Task& task = shared.task;
   int64_t mass = 0;
-  for (int group = block.thread(); group < task.groups; group += kThreads) {
+  for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
     mass += group_mass(__ldcg(maxima + group), __ldcg(sums + group), largest, scale);
   }
   return block.sum(mass);
+}
+
+// What a row's statistics say of all of it. mass: by `sums`; raw_mass: by `raw_sums`, where those
+// have the same maxima. -1 where the largest is not finite, or nobody asks.
+struct Totals {
+  float largest;
+  int64_t mass, raw_mass;
+};
+
+// Both of the above, with as much loaded at once as registers hold.
+__device__ inline Maxima load_statistics(Shared& shared, Block& block, Totals* totals) {
+  constexpr int kEach = 8;  // groups a thread: 131072 tokens in all
+  const Task& task = shared.task;
+  const Wishes wishes = task.wishes;
+  const bool wanted = wishes.total || (wishes.raw && !wishes.split);
+  const float scale = wishes.total ? task.row.scale : kLog2E;
+  float maxima[kEach], sums[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int group = i * kThreads + block.thread();
+    const bool inside = group < task.groups;
+    maxima[i] = inside ? __ldcg(task.at.maxima + group) : kNegInf;
+    sums[i] = inside && wanted ? __ldcg(task.at.sums + group) : 0.0f;
+  }
+  const bool cached = task.groups <= kCachedGroups;
+  __syncthreads();  // their place may still be in use
+  float largest = kNegInf;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int group = i * kThreads + block.thread();
+    if (cached && group < task.groups) shared.maxima[group] = maxima[i];
+    largest = fmaxf(largest, maxima[i]);
+  }
+  for (int group = kEach * kThreads + block.thread(); group < task.groups; group += kThreads) {
+    const float value = __ldcg(task.at.maxima + group);
+    if (cached) shared.maxima[group] = value;
+    largest = fmaxf(largest, value);
+  }
+  *totals = {block.max(largest), -1, -1};
+  largest = totals->largest;
+  if (wanted && largest > kNegInf && largest < kInf) {
+    int64_t mass = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) mass += group_mass(maxima[i], sums[i], largest, scale);
+    for (int group = kEach * kThreads + block.thread(); group < task.groups; group += kThreads) {
+      mass +=
+          group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group), largest, scale);
+    }
+    totals->mass = block.sum(mass);
+    if (wishes.both) {
+      totals->raw_mass =
+          mass_of_groups(shared, block, task.at.maxima, task.at.raw_sums, largest, kLog2E);
+    } else if (!wishes.split) {
+      // One sum serves as both, but where the temperature differs and raw is not asked for.
+      totals->raw_mass = scale == kLog2E ? totals->mass : -1;
+    }
+  }
+  return {cached ? shared.maxima : nullptr, task.at.maxima};
 }
 
 // The mean of z over all tokens.
@@ -257,8 +314,8 @@ __device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& 
 // A token drawn from what is kept: its group by mass, then inside the group. mass_at(group): of
 // those of its tokens, `total` in all.
 template <class Logits, class MassAt>
-__device__ inline int draw_from_groups(Shared& shared, Block& block, const Kept kept, int64_t total,
-                                       MassAt mass_at) {
+__device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kept kept,
+                                         int64_t total, MassAt mass_at) {
   Task& task = shared.task;
   const int64_t position = position_of(task.word, total);
   int64_t passed = 0;
@@ -283,15 +340,17 @@ __device__ inline int draw_from_groups(Shared& shared, Block& block, const Kept 
   const double maximum = static_cast<double>(__ldcg(task.at.maxima + group));
   const double scale = load_f64(task.row.params + kParamWideScale);
   int64_t masses[2];
+  float y[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = token_at(group, 2 * block.lane() + i);
     masses[i] = 0;
+    y[i] = kNegInf;
     if (token < task.row.vocab) {
-      float y = load_logit<Logits>(task.row, token);
-      if (!task.row.plain()) y = processed(task.row, y, token);
-      if (kept.holds(y, token)) {
-        masses[i] = mass_of(exp2_wide((static_cast<double>(y) - maximum) * scale));
+      y[i] = load_logit<Logits>(task.row, token);
+      if (!task.row.plain()) y[i] = processed(task.row, y[i], token);
+      if (kept.holds(y[i], token)) {
+        masses[i] = mass_of(exp2_wide((static_cast<double>(y[i]) - maximum) * scale));
       }
     }
   }
@@ -310,7 +369,10 @@ __device__ inline int draw_from_groups(Shared& shared, Block& block, const Kept 
   }
   const unsigned passing = __ballot_sync(kAllLanes, up_to <= place);
   const unsigned halfway = __ballot_sync(kAllLanes, up_to - masses[1] <= place);
-  return token_at(group, __popc(passing) + __popc(halfway));
+  const int at = __popc(passing) + __popc(halfway);
+  const float first_y = __shfl_sync(kAllLanes, y[0], at / 2);
+  const float second_y = __shfl_sync(kAllLanes, y[1], at / 2);
+  return {token_at(group, at), at % 2 == 0 ? first_y : second_y};
 }
 
 }  // namespace graphed_sampling

@@ -290,7 +290,7 @@ __device__ inline Selection filter_list(Shared& shared, Block& block, int count,
   }
   const int64_t position = position_of(task.word, selection.total);
   if (count <= kThreads) {
-    if (before <= position && position < before + mine) shared.found = shared.list_ids[thread];
+    if (before <= position && position < before + mine) shared.found = thread;
   } else {
     int64_t passed = 0;
     for (int first = 0; first < count && passed <= position; first += kThreads) {
@@ -300,13 +300,13 @@ __device__ inline Selection filter_list(Shared& shared, Block& block, int count,
         mass = mass_of(filters.weight(shared.list_y[i]));
       }
       before = passed + block.sum_before(mass, &inside);
-      if (before <= position && position < before + mass) shared.found = shared.list_ids[i];
+      if (before <= position && position < before + mass) shared.found = i;
       passed += inside;
     }
   }
   // Its barrier makes what was found known too.
   selection.num_kept = static_cast<int>(block.sum(kept));
-  selection.token = shared.found;
+  selection.drawn = {shared.list_ids[shared.found], shared.list_y[shared.found]};
   selection.kept = {task.largest, task.largest, 0};
   if (task.row.has(kProcessed)) {
     least_order = block.min_bits(least_order);

@@ -154,45 +154,52 @@ __device__ inline void remember(int32_t* recent, int recent_tokens, int token, i
   }
 }
 
-// Everything about a row whose token is drawn: logprobs, rank, finish, output and state.
+// Everything about a row whose token is drawn: logprobs, rank, finish, output and state. stop: the
+// thread's one of the stop ids, or -1.
 template <class Logits>
 __device__ inline void report(Shared& shared, Block& block, const TableLayout& layout, int32_t* out,
                               int32_t* tables_bits, int32_t* tables_counts,
-                              const Selection& selection, int row_flags) {
-  Task& task = shared.task;
+                              const Selection& selection, int row_flags, int stop) {
+  const Task& task = shared.task;
   const Row& row = task.row;
   const int32_t* params = row.params;
   const int thread = block.thread();
-  const int token = selection.token;
+  const int token = selection.drawn.token;
   const bool processed_mode = row.has(kProcessed);
   const int n = params[kParamTopLogprobs], num_given = params[kParamNumGiven];
   const bool wants_logprob = row.has(kLogprobs), wants_rank = row.has(kRank);
 
+  // What is to be loaded is asked for before it is used.
+  float x = selection.drawn.y;
+  if (!row.plain() || row.special != kNormal) x = load_logit<Logits>(row, token);
+  int32_t seen = 0, count = 0;
+  if (layout.penalties && thread == 0) {
+    seen = tables_bits[token >> 5];
+    count = tables_counts[token];
+  }
+
   const Row& values_row = processed_mode ? row : task.raw_row;
   const float* values = !processed_mode && task.wishes.split ? task.at.raw_maxima : task.at.maxima;
-
   Normaliser normaliser = {processed_mode, task.largest, 0.0, selection.kept,
                            load_f64(params + kParamWideScale)};
   if (processed_mode) {
     normaliser.log = log_mass(selection.total);
   } else if (wants_logprob || wants_rank || n > 0 || num_given > 0) {
-    const float* sums = task.wishes.split || task.wishes.both ? task.at.raw_sums : task.at.sums;
-    if (task.wishes.split || row.special != kNormal) {
+    int64_t total = task.raw_total;
+    if (total < 0) {
+      const bool apart = task.wishes.split || task.wishes.both;
+      const float* sums = apart ? task.at.raw_sums : task.at.sums;
       float largest = kNegInf;
       for (int group = thread; group < task.groups; group += kThreads) {
         largest = fmaxf(largest, __ldcg(values + group));
       }
       normaliser.largest = block.max(largest);
+      const float scale = apart || !task.wishes.total ? kLog2E : row.scale;
+      total = mass_of_groups(shared, block, values, sums, normaliser.largest, scale);
     }
-    const float scale =
-        task.wishes.split || task.wishes.both || !task.wishes.total ? kLog2E : row.scale;
-    normaliser.log =
-        log_mass(mass_of_groups(shared, block, values, sums, normaliser.largest, scale));
+    normaliser.log = log_mass(total);
   }
 
-  const float x = load_logit<Logits>(row, token);
-  float y = x;
-  if (processed_mode) y = special_or(row, processed(row, x, token), token);
   for (int i = thread; i < layout.max_logprobs; i += kThreads) {
     store_i64(out + kOutputLists + 2 * i, -1);
     out[layout.top_logprobs() + i] = __float_as_int(i < n ? kNegInf : nan_f32());
@@ -216,39 +223,38 @@ __device__ inline void report(Shared& shared, Block& block, const TableLayout& l
   if (wants_rank) {
     rank = 1;
     if (!processed_mode || row.special == kNormal) {
-      rank = report_rank<Logits>(shared, block, values_row, values, processed_mode ? y : x);
+      rank = report_rank<Logits>(shared, block, values_row, values,
+                                 processed_mode ? selection.drawn.y : x);
     }
   }
 
   int32_t* state = row.state;
-  bool stopped = false;
-  for (int i = thread; i < params[kParamNumStop]; i += kThreads) {
+  bool stopped = stop == token;
+  for (int i = kThreads + thread; i < params[kParamNumStop]; i += kThreads) {
     stopped = stopped || params[layout.stop_ids() + i] == token;
   }
-  // Its barrier also ends all reading of the state, which changes now.
   stopped = __syncthreads_or(stopped ? 1 : 0) != 0;
   if (thread == 0) {
-    const int generated = state[kStateNumGenerated] + 1;
+    const int generated = task.generated + 1;
     const int max_tokens = params[kParamMaxTokens];
     int reason = max_tokens > 0 && generated >= max_tokens ? kFinishLength : kFinishNone;
     if (stopped) reason = kFinishStop;
     const bool counted = row.has(kFiltered | kGreedy) || row.special == kEmptyRow;
     store_i64(out + kOutputTokenId, token);
     out[kOutputLogprob] =
-        __float_as_int(wants_logprob ? normaliser.logprob(x, y, token) : nan_f32());
+        __float_as_int(wants_logprob ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32());
     out[kOutputRank] = rank;
     out[kOutputNumKept] = counted ? selection.num_kept : 0;
     out[kOutputFinishReason] = reason;
     out[kOutputFlags] = row_flags;
-    out[kOutputGeneration] = state[kStateGeneration];
-    store_i64(state + kStatePosition, load_i64(state + kStatePosition) + 1);
+    out[kOutputGeneration] = task.generation;
+    store_i64(state + kStatePosition, task.position + 1);
     store_i64(state + kStateLastToken, token);
     state[kStateNumGenerated] = generated;
     state[kStateFinishReason] = reason;
     if (layout.penalties) {
-      const int32_t seen = tables_bits[token >> 5];
-      const int32_t bit = static_cast<int32_t>(1u << (token & 31));
-      tables_counts[token] = ((seen & bit) != 0 ? tables_counts[token] : 0) + 1;
+      const auto bit = static_cast<int32_t>(1u << (token & 31));
+      tables_counts[token] = ((seen & bit) != 0 ? count : 0) + 1;
       tables_bits[token >> 5] = seen | bit;
     }
   }

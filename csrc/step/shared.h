@@ -27,9 +27,13 @@ struct Task {
   int32_t* by_row;
   int groups;
   int slot;
-  float largest;  // of y, once it is known
-  int64_t total;  // mass of y at the row's temperature, where that is wanted
-  uint64_t word;  // of the draw
+  float largest;      // of y, once it is known
+  int64_t total;      // mass of y at the row's temperature, where that is wanted
+  int64_t raw_total;  // mass of the logits; -1 where it is still to be found out
+  uint64_t word;      // of the draw
+  // Of the state, before the step.
+  int64_t position;
+  int generated, generation;
 };
 
 struct Shared {
@@ -38,6 +42,7 @@ struct Shared {
   int is_last;
   // What one thread found for all.
   int found;
+  float found_y;
   int count;  // of a list that warps append to
   int64_t found_before, found_mass;
   uint32_t bins[kBins];
@@ -63,10 +68,16 @@ struct Maxima {
   }
 };
 
+// A token with its y.
+struct Drawn {
+  int token;
+  float y;
+};
+
 // The outcome of filters and draw. total: mass of what is kept.
 struct Selection {
   bool complete;  // whether it holds: a list may turn out not to have all survivors
-  int token;
+  Drawn drawn;
   Kept kept;
   int64_t total;
   int num_kept;

@@ -181,8 +181,8 @@ __device__ __noinline__ Kept row_reaching(Shared& shared, Block& block, const Ke
 
 // The token at which the kept masses, in canonical order, exceed the word's position.
 template <class Logits>
-__device__ __noinline__ int draw_from_row(Shared& shared, Block& block, const Kept kept,
-                                          int64_t total) {
+__device__ __noinline__ Drawn draw_from_row(Shared& shared, Block& block, const Kept kept,
+                                            int64_t total) {
   Task& task = shared.task;
   const double scale = load_f64(task.row.params + kParamWideScale);
   const double highest = static_cast<double>(kept.highest);
@@ -207,14 +207,17 @@ __device__ __noinline__ int draw_from_row(Shared& shared, Block& block, const Ke
         float y[kPiece];
         piece_y<Logits>(task.row, piece_first(group, place / kPiece), y);
         const int64_t of_token = mass_at(y[place % kPiece], token);
-        if (before <= position && position < before + of_token) shared.found = token;
+        if (before <= position && position < before + of_token) {
+          shared.found = token;
+          shared.found_y = y[place % kPiece];
+        }
         before += of_token;
       }
     }
     passed += inside;
   }
   __syncthreads();
-  return shared.found;
+  return {shared.found, shared.found_y};
 }
 
 // All filters over a row, and the draw.
@@ -260,8 +263,8 @@ __device__ __noinline__ Selection select_from_row(Shared& shared, Block& block) 
     kept = row_reaching<Logits>(shared, block, kept, bound);
   }
   const RowSums sums = row_sums<Logits>(shared, block, kept, kAllKeys);
-  const int token = draw_from_row<Logits>(shared, block, kept, sums.mass);
-  return {true, token, kept, sums.mass, static_cast<int>(sums.number)};
+  const Drawn drawn = draw_from_row<Logits>(shared, block, kept, sums.mass);
+  return {true, drawn, kept, sums.mass, static_cast<int>(sums.number)};
 }
 
 }  // namespace graphed_sampling
