@@ -75,7 +75,7 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
   bool nan = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int token = token_at(group, 2 * block.lane() + i);
+    const int token = group * kGroup + 2 * block.lane() + i;
     x[i] = y[i] = kNegInf;
     if (token < row.vocab) {
       const float logit = Logits::load(row.logits, token);
@@ -139,7 +139,7 @@ __device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
   const Row& row = task.row;
   for (int i = block.warp(); i < row.num_bias + row.num_bans; i += kWarps) {
     const int token = i < row.num_bias ? row.bias_ids[i] : row.bans[i - row.num_bias];
-    repair_group<Logits>(shared, block, group_of(token));
+    repair_group<Logits>(shared, block, token / kGroup);
   }
   __syncthreads();
 }
@@ -364,8 +364,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int tile = static_cast<int>(blockIdx.x) * kTilesOfBlock + warp;
-  const int group = tile * kGroupsOfTile + lane;
-  const auto ahead = load_halves<Logits, Logits::kHalvesAhead>(source, group, 0);
+  const auto ahead = load_packs<Logits, Logits::kPiecesAhead>(source, tile, lane, 0);
 
   const int flags = params[kParamFlags];
   const bool admitted = (flags & kAdmitted) != 0;
@@ -393,11 +392,11 @@ __global__ void __launch_bounds__(kThreads, 3)
     task.slot = slot;
   }
   __syncthreads();
-  if (group < scratch.groups) {
+  if (tile * kGroupsOfTile < scratch.groups) {
     if (task.wishes.split) {
-      stream_checked_group<Logits>(task.row, task.wishes, group, at);
+      stream_checked_tile<Logits>(task.row, task.wishes, tile, lane, at);
     } else {
-      stream_group<Logits>(source, task.wishes, task.row.scale, group, ahead, at);
+      stream_tile<Logits>(source, task.wishes, task.row.scale, tile, lane, ahead, at);
     }
   }
 

@@ -141,17 +141,6 @@ def test_op_checks_what_it_is_given(
         step.run()
 
 
-def test_canonical_order() -> None:
-    assert cuda.canonical_order(7).tolist() == list(range(7))
-    order = cuda.canonical_order(5000).tolist()
-    assert sorted(order) == list(range(5000))
-    # The first group: pieces of 8 tokens, 256 apart.
-    assert order[:64] == [256 * piece + i for piece in range(8) for i in range(8)]
-    assert order[64:72] == list(range(8, 16))
-    # The last tile has 5000 - 4096 tokens: 3 pieces of a group and the beginning of a fourth.
-    assert order[4096:4128] == [4096 + 256 * piece + i for piece in range(4) for i in range(8)]
-
-
 def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice) -> None:
     """How many of a row's blocks are through is 0 again, whichever rows had work."""
     rows, vocab = 5, 40_000

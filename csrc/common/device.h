@@ -32,6 +32,9 @@
 
 namespace graphed_sampling {
 
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
 // 2 to the x: the GPU's approximation, within 2 ulp or so. Subnormal results are 0.
 __device__ __forceinline__ float ex2_approx(float x) {
 #ifdef __CUDACC__
@@ -62,6 +65,16 @@ __device__ __forceinline__ float half_to_float(uint16_t bits) {
 
 __device__ __forceinline__ float bf16_to_float(uint16_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// To the compiler, another value from here on: what it worked out from the old one before is not
+// kept in registers, but worked out again.
+__device__ __forceinline__ void renew(uint32_t& word) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(word));
+#else
+  static_cast<void>(word);
+#endif
 }
 
 // The larger of two pairs of bf16 or fp16, each for itself; of NaN and a number the number.

@@ -7,10 +7,8 @@
 
 namespace graphed_sampling {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // The block's place for exchanges between warps. Two buffers take turns, so that one barrier an
 // exchange suffices: before a buffer is written again all threads have passed another barrier.

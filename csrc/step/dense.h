@@ -31,7 +31,7 @@ __device__ __noinline__ void bracket_cut(Shared& shared, Block& block, float top
   for (int i = block.thread(); i < sampled * kPieces; i += kThreads) {
     const int group = static_cast<int>(int64_t{i / kPieces} * task.groups / sampled);
     float y[kPiece];
-    piece_y<Logits>(task.row, piece_first(group, i % kPieces), y);
+    piece_y<Logits>(task.row, group * kGroup + i % kPieces * kPiece, y);
 #pragma unroll 1
     for (int j = 0; j < kPiece; ++j) {
       if (y[j] == kNegInf) continue;
@@ -75,48 +75,54 @@ __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low,
   if (block.thread() == 0) shared.count = 0;
   __syncthreads();
   int64_t above = 0;
-  for (int first = block.warp() * kWarp; first < task.groups; first += kThreads) {
-    const int group = first + block.lane();
+  // A lane a piece, 4 groups a warp at a time.
+  constexpr int kGroupsOfWarp = kWarp / kPieces;
+#pragma unroll 1
+  for (int first = block.warp() * kGroupsOfWarp; first < task.groups;
+       first += kWarps * kGroupsOfWarp) {
+    const int group = first + block.lane() / kPieces;
+    const int first_id = group * kGroup + block.lane() % kPieces * kPiece;
     const float maximum = __ldcg(task.at.maxima + group);
     const float base = finite_or_zero(maximum);
+    float y[kPiece];
+    piece_y<Logits>(task.row, first_id, y);
     float sum = 0.0f;
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int first_id = piece_first(group, piece);
-      float y[kPiece];
-      piece_y<Logits>(task.row, first_id, y);
-      int number = 0;
+    int number = 0;
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        const bool over = y[i] >= high;
-        sum += over ? ex2_approx(z_of(y[i], base, scale)) : 0.0f;
-        above += over ? 1 : 0;
-        number += y[i] >= low && !over ? 1 : 0;
-      }
-      int up_to = number;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, up_to, step);
-        if (block.lane() >= step) up_to += other;
-      }
-      const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
-      if (appended == 0) continue;
-      // The order of the list decides nothing: every use of it sums, compares or sorts.
-      int place = 0;
-      if (block.lane() == 0) place = atomicAdd(&shared.count, appended);
-      place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
-      if (number == 0) continue;
+    for (int i = 0; i < kPiece; ++i) {
+      const bool over = y[i] >= high;
+      sum += over ? ex2_approx(z_of(y[i], base, scale)) : 0.0f;
+      above += over ? 1 : 0;
+      number += y[i] >= low && !over ? 1 : 0;
+    }
+    for (int step = 1; step < kPieces; step *= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, step);
+    }
+    if (block.lane() % kPieces == 0) {
+      task.masses[group] = group_mass(maximum, sum, task.largest, scale);
+    }
+    int up_to = number;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, up_to, step);
+      if (block.lane() >= step) up_to += other;
+    }
+    const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+    if (appended == 0) continue;
+    // The order of the list decides nothing: every use of it sums, compares or sorts.
+    int place = 0;
+    if (block.lane() == 0) place = atomicAdd(&shared.count, appended);
+    place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
+    if (number == 0) continue;
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        if (y[i] >= low && !(y[i] >= high)) {
-          if (place < kBracketed) {
-            task.bracket_y[place] = y[i];
-            task.bracket_ids[place] = first_id + i;
-          }
-          ++place;
+    for (int i = 0; i < kPiece; ++i) {
+      if (y[i] >= low && !(y[i] >= high)) {
+        if (place < kBracketed) {
+          task.bracket_y[place] = y[i];
+          task.bracket_ids[place] = first_id + i;
         }
+        ++place;
       }
     }
-    task.masses[group] = group_mass(maximum, sum, task.largest, scale);
   }
   return block.sum(above);
 }
@@ -207,7 +213,7 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
     const int token = task.bracket_ids[i];
     if (order_of(y, token) >= cut) {
       // Integers: the order of the additions decides nothing.
-      atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + group_of(token),
+      atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + token / kGroup,
                 static_cast<unsigned long long>(mass_at(y)));
     }
   }

@@ -285,30 +285,31 @@ __device__ inline int list_groups(Shared& shared, Block& block, const Maxima& ma
 // The lowest id among the largest y.
 template <class Logits>
 __device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& maxima) {
-  Task& task = shared.task;
-  // Ids of one tile are all below those of the next: only its groups need be read.
-  uint64_t tile = ~uint64_t{0};
+  const Task& task = shared.task;
+  uint64_t first = ~uint64_t{0};
   for (int group = block.thread(); group < task.groups; group += kThreads) {
     if (maxima[group] == task.largest) {
-      const uint64_t of_group = static_cast<uint64_t>(group / kGroupsOfTile);
-      tile = of_group < tile ? of_group : tile;
+      first = static_cast<uint64_t>(group);
+      break;
     }
   }
-  tile = block.min_bits(tile);
-  uint64_t token = ~uint64_t{0};
-  // A thread a piece of the tile.
-  static_assert(kThreads == kGroupsOfTile * kPieces, "a thread a piece");
-  const int group = static_cast<int>(tile) * kGroupsOfTile + block.thread() / kPieces;
-  if (maxima[group] == task.largest) {
-    const int first = piece_first(group, block.thread() % kPieces);
-    float y[kPiece];
-    piece_y<Logits>(task.row, first, y);
+  // Every warp finds the same: a lane has two tokens of the group.
+  const int group = static_cast<int>(block.min_bits(first));
+  unsigned largest[2];
 #pragma unroll
-    for (int i = kPiece - 1; i >= 0; --i) {
-      if (y[i] == task.largest) token = static_cast<uint64_t>(first + i);
+  for (int i = 0; i < 2; ++i) {
+    const int token = group * kGroup + i * kWarp + block.lane();
+    bool found = false;
+    if (token < task.row.vocab) {
+      float y = load_logit<Logits>(task.row, token);
+      if (!task.row.plain()) y = processed(task.row, y, token);
+      found = y == task.largest;
     }
+    largest[i] = __ballot_sync(kAllLanes, found);
   }
-  return static_cast<int>(block.min_bits(token));
+  const int place = largest[0] != 0 ? __ffs(static_cast<int>(largest[0])) - 1
+                                    : kWarp + __ffs(static_cast<int>(largest[1])) - 1;
+  return group * kGroup + place;
 }
 
 // A token drawn from what is kept: its group by mass, then inside the group. mass_at(group): of
@@ -343,7 +344,7 @@ __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kep
   float y[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int token = token_at(group, 2 * block.lane() + i);
+    const int token = group * kGroup + 2 * block.lane() + i;
     masses[i] = 0;
     y[i] = kNegInf;
     if (token < task.row.vocab) {
@@ -372,7 +373,7 @@ __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kep
   const int at = __popc(passing) + __popc(halfway);
   const float first_y = __shfl_sync(kAllLanes, y[0], at / 2);
   const float second_y = __shfl_sync(kAllLanes, y[1], at / 2);
-  return {token_at(group, at), at % 2 == 0 ? first_y : second_y};
+  return {group * kGroup + at, at % 2 == 0 ? first_y : second_y};
 }
 
 }  // namespace graphed_sampling

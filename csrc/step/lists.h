@@ -22,7 +22,7 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
       const int piece = first + block.thread() * kEach + i;
       first_id[i] = row.vocab;
       if (piece < pieces) {
-        first_id[i] = piece_first(shared.group_list[piece / kPieces], piece % kPieces);
+        first_id[i] = shared.group_list[piece / kPieces] * kGroup + piece % kPieces * kPiece;
       }
       piece_y<Logits>(row, first_id[i], y[i]);
 #pragma unroll

@@ -8,32 +8,17 @@
 
 namespace graphed_sampling {
 
-// The geometry that results rest on. A tile is what a warp reads at a time: each lane 8 pieces of 8
-// neighbouring tokens, the pieces of a lane 256 tokens apart, so that a warp's loads are contiguous
-// and a lane owns whole groups. canonical_order in graphed_sampling/backends/cuda.py says the same.
+// The geometry that results rest on: groups of 64 neighbouring tokens. A lane reads a piece of 8 at
+// a time, so that 8 lanes read a group.
 constexpr int kPiece = 8;
 constexpr int kPieces = 8;
 constexpr int kGroup = kPiece * kPieces;
-constexpr int kGroupsOfTile = 32;
-constexpr int kTile = kGroup * kGroupsOfTile;
 
-// The first token of a group's piece, and the token at a place of a group in canonical order.
-__device__ inline int piece_first(int group, int piece) {
-  return group / kGroupsOfTile * kTile + piece * (kGroupsOfTile * kPiece) +
-         group % kGroupsOfTile * kPiece;
-}
-__device__ inline int token_at(int group, int place) {
-  return piece_first(group, place / kPiece) + place % kPiece;
-}
-__device__ inline int group_of(int token) {
-  return token / kTile * kGroupsOfTile + token % (kGroupsOfTile * kPiece) / kPiece;
-}
-
-// The types of logits: how many 16-byte vectors a piece takes, what is in them, and how many halves
-// of a group a lane may have in its registers before it works on them.
+// The types of logits: how many 16-byte vectors a piece takes, what is in them, and how many pieces
+// a lane loads before it works on the first.
 struct Float32 {
   static constexpr int kVectors = 2;
-  static constexpr int kHalvesAhead = 1;
+  static constexpr int kPiecesAhead = 4;
   static constexpr uint32_t kNegInfBits = 0xFF800000u;
   using Bits = uint32_t;
   __device__ static float load(const void* logits, int64_t i) {
@@ -43,16 +28,18 @@ struct Float32 {
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) x[i] = __uint_as_float(words[i]);
   }
-  // Of all that words hold; NaN counts only where there is nothing else.
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
-    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  // Of all that the words hold; NaN counts only where there is nothing else.
+  __device__ static float largest(const uint32_t (&words)[8]) {
+    float x = __uint_as_float(words[0]);
+#pragma unroll
+    for (int i = 1; i < 8; ++i) x = fmaxf(x, __uint_as_float(words[i]));
+    return x;
   }
-  __device__ static float largest(uint32_t word) { return __uint_as_float(word); }
 };
 
 struct BFloat16 {
   static constexpr int kVectors = 1;
-  static constexpr int kHalvesAhead = 2;
+  static constexpr int kPiecesAhead = 8;
   static constexpr uint32_t kNegInfBits = 0xFF80u;
   using Bits = uint16_t;
   __device__ static float load(const void* logits, int64_t i) {
@@ -65,15 +52,16 @@ struct BFloat16 {
       x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
     }
   }
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max_bf16x2(a, b); }
-  __device__ static float largest(uint32_t word) {
+  __device__ static float largest(const uint32_t (&words)[4]) {
+    const uint32_t word =
+        max_bf16x2(max_bf16x2(words[0], words[1]), max_bf16x2(words[2], words[3]));
     return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
   }
 };
 
 struct Float16 {
   static constexpr int kVectors = 1;
-  static constexpr int kHalvesAhead = 2;
+  static constexpr int kPiecesAhead = 8;
   static constexpr uint32_t kNegInfBits = 0xFC00u;
   using Bits = uint16_t;
   __device__ static float load(const void* logits, int64_t i) {
@@ -86,8 +74,8 @@ struct Float16 {
       x[2 * i + 1] = half_to_float(static_cast<uint16_t>(words[i] >> 16));
     }
   }
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max_f16x2(a, b); }
-  __device__ static float largest(uint32_t word) {
+  __device__ static float largest(const uint32_t (&words)[4]) {
+    const uint32_t word = max_f16x2(max_f16x2(words[0], words[1]), max_f16x2(words[2], words[3]));
     return fmaxf(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
                  half_to_float(static_cast<uint16_t>(word >> 16)));
   }

@@ -30,178 +30,278 @@ __device__ inline Wishes wishes_of(const Row& row) {
   return wishes;
 }
 
-// Of some tokens: the maximum, and what their weights relative to it add up to.
-struct Weights {
-  float maximum, sum, moment;
-};
-
 __device__ inline float finite_or_zero(float maximum) {
   return maximum == kNegInf ? 0.0f : maximum;
 }
 
-__device__ inline Weights merged(const Weights& a, const Weights& b, float scale) {
-  Weights both;
-  both.maximum = fmaxf(a.maximum, b.maximum);
-  const float base = finite_or_zero(both.maximum);
-  const float a_z = z_of(a.maximum, base, scale), b_z = z_of(b.maximum, base, scale);
-  const float a_weight = ex2_approx(a_z), b_weight = ex2_approx(b_z);
-  both.sum = a.sum * a_weight + b.sum * b_weight;
-  both.moment = (a_z < -126.0f ? 0.0f : (a.moment + a.sum * a_z) * a_weight) +
-                (b_z < -126.0f ? 0.0f : (b.moment + b.sum * b_z) * b_weight);
-  return both;
+// A tile is what a warp reads at a time: 8 pieces a lane, 256 tokens apart, so that its loads are
+// contiguous. Lanes 8 i to 8 i + 7 have, as their piece p, the tile's group 4 p + i.
+constexpr int kGroupsOfTile = 32;
+constexpr int kTile = kGroup * kGroupsOfTile;
+
+__device__ inline int tile_first(int tile, int piece, int lane) {
+  return tile * kTile + piece * (kWarp * kPiece) + lane * kPiece;
 }
 
-constexpr int kHalf = kGroup / 2;
-
-__device__ inline float maximum_of(const float (&values)[kHalf]) {
-  float maximum = values[0];
+template <int kNumber, class Logits>
+__device__ inline void renew_all(Pack<Logits> (&packs)[kNumber]) {
 #pragma unroll
-  for (int i = 1; i < kHalf; ++i) maximum = fmaxf(maximum, values[i]);
-  return maximum;
-}
-
-// NaN where a value is NaN or +inf.
-__device__ inline float sum_of(const float (&values)[kHalf], float maximum, float scale) {
-  const float base = finite_or_zero(maximum);
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = 0; i < kNumber; ++i) {
 #pragma unroll
-  for (int i = 0; i < kHalf; ++i) sums[i % 4] += ex2_approx(z_of(values[i], base, scale));
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
-__device__ inline float moment_of(const float (&values)[kHalf], float maximum, float scale) {
-  const float base = finite_or_zero(maximum);
-  float moment = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float z = z_of(values[i], base, scale);
-    moment += z < -126.0f ? 0.0f : ex2_approx(z) * z;
+    for (int j = 0; j < 4 * Logits::kVectors; ++j) renew(packs[i].words[j]);
   }
-  return moment;
 }
 
-// Pieces of a group as they lie in memory: a half of it, or both.
-template <class Logits, int kHalves>
+// Pieces of a tile, from the first one on.
+template <class Logits, int kNumber>
 struct Packs {
-  Pack<Logits> packs[kHalves * kPieces / 2];
+  Pack<Logits> packs[kNumber];
 };
 
-template <class Logits, int kHalves>
-__device__ inline Packs<Logits, kHalves> load_halves(const Source& source, int group, int half) {
-  Packs<Logits, kHalves> loaded;
+template <class Logits, int kNumber>
+__device__ inline Packs<Logits, kNumber> load_packs(const Source& source, int tile, int lane,
+                                                    int first) {
+  Packs<Logits, kNumber> loaded;
 #pragma unroll
-  for (int i = 0; i < kHalves * kPieces / 2; ++i) {
-    loaded.packs[i] = load_pack<Logits, true>(source, piece_first(group, half * (kPieces / 2) + i));
+  for (int i = 0; i < kNumber; ++i) {
+    loaded.packs[i] = load_pack<Logits, true>(source, tile_first(tile, first + i, lane));
   }
   return loaded;
 }
 
-template <class Logits, int kHalves>
-__device__ inline void unpack_half(const Packs<Logits, kHalves>& loaded, int half,
-                                   float (&x)[kHalf]) {
+// So many pieces a lane works on at a time.
+constexpr int kAtOnce = 4;
+
+// Of values a lane, each the part of another group, the largest among the lanes that share them.
+__device__ inline void maxima_of_groups(float (&maxima)[kAtOnce]) {
 #pragma unroll
-  for (int i = 0; i < kPieces / 2; ++i) {
-    float piece[kPiece];
-    Logits::unpack(loaded.packs[half * (kPieces / 2) + i].words, piece);
+  for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) x[i * kPiece + j] = piece[j];
+    for (int step = 1; step < 8; step *= 2) {
+      maxima[i] = fmaxf(maxima[i], __shfl_xor_sync(kAllLanes, maxima[i], step));
+    }
   }
 }
 
-// A group of a row in which masks or penalties count, or whose y the lists will change later.
+// The sum, over the 8 lanes that share groups, of the values that are numbered as the lane is: each
+// exchange halves how many a lane still adds up.
+__device__ inline float sum_of_groups(const float (&values)[kAtOnce], int lane) {
+  float sums[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) sums[i] = values[i];
+#pragma unroll
+  for (int half = kAtOnce / 2; half > 0; half /= 2) {
+    const bool upper = (lane & half) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float sent = upper ? sums[i] : sums[i + half];
+      const float kept = upper ? sums[i + half] : sums[i];
+      sums[i] = kept + __shfl_xor_sync(kAllLanes, sent, half);
+    }
+  }
+  // Two lanes have each: their parts are still to be added.
+  return sums[0] + __shfl_xor_sync(kAllLanes, sums[0], 4);
+}
+
+// The one of the values that is numbered as the lane is.
+__device__ inline float value_of_lane(const float (&values)[kAtOnce], int lane) {
+  float value = values[0];
+#pragma unroll
+  for (int i = 1; i < kAtOnce; ++i) value = lane % kAtOnce == i ? values[i] : value;
+  return value;
+}
+
+// NaN where a logit is NaN or +inf.
 template <class Logits>
-__device__ __noinline__ void stream_checked_group(const Row& row, const Wishes wishes, int group,
-                                                  const Statistics at) {
-  Weights raw = {kNegInf, 0.0f, 0.0f}, y = raw;
-  uint64_t seen = 0, in_output = 0;
+__device__ inline float sum_of_piece(const Pack<Logits>& pack, float maximum, float scale) {
+  float x[kPiece];
+  Logits::unpack(pack.words, x);
+  const float base = finite_or_zero(maximum);
+  float sums[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float x[kHalf];
-    unpack_half(load_halves<Logits, 1>(row, group, half), 0, x);
-    Weights part = {maximum_of(x), 0.0f, 0.0f};
-    part.sum = sum_of(x, part.maximum, kLog2E);
-    raw = merged(raw, part, kLog2E);
-#pragma unroll
-    for (int i = 0; i < kPieces / 2; ++i) {
-      const int piece = half * (kPieces / 2) + i;
-      const PieceBits bits = piece_bits(row, piece_first(group, piece));
-      // Tokens that were seen are few: they are taken one after the other below.
-      const uint32_t here = bits.seen & bits.allowed, clear = bits.allowed & ~bits.seen;
-      seen |= uint64_t{here} << (piece * kPiece);
-      in_output |= uint64_t{bits.in_output} << (piece * kPiece);
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        if ((clear >> j & 1) == 0) x[i * kPiece + j] = kNegInf;
-      }
-    }
-    part.maximum = maximum_of(x);
-    part.sum = wishes.total ? sum_of(x, part.maximum, row.scale) : 0.0f;
-    part.moment = wishes.mean ? moment_of(x, part.maximum, row.scale) : 0.0f;
-    y = merged(y, part, row.scale);
-  }
-  while (seen != 0) {
-    const int place = __ffsll(static_cast<long long>(seen)) - 1;
-    seen &= seen - 1;
-    const int token = token_at(group, place);
-    const float x = load_logit<Logits>(row, token);
-    if (x > kNegInf) {
-      const bool was_output = (in_output >> place & 1) != 0;
-      y = merged(y, {settled(x, penalised(row, x, token, was_output)), 1.0f, 0.0f}, row.scale);
-    }
-  }
-  at.maxima[group] = raw.sum != raw.sum ? kInf : y.maximum + 0.0f;
-  if (wishes.total) at.sums[group] = y.sum;
-  if (wishes.mean) at.moments[group] = y.moment;
-  at.raw_maxima[group] = raw.maximum + 0.0f;
-  at.raw_sums[group] = raw.sum;
+  for (int i = 0; i < kPiece; ++i) sums[i % 2] += ex2_approx(z_of(x[i], base, scale));
+  return sums[0] + sums[1];
 }
 
-template <class Logits, int kHalves>
-__device__ inline float maximum_of(const Packs<Logits, kHalves>& loaded, int half) {
-  uint32_t word = loaded.packs[half * (kPieces / 2)].words[0];
-#pragma unroll
-  for (int i = 0; i < kPieces / 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4 * Logits::kVectors; ++j) {
-      word = Logits::larger(word, loaded.packs[half * (kPieces / 2) + i].words[j]);
-    }
-  }
-  return Logits::largest(word);
+__device__ inline float moment_of_one(float y, float base, float scale) {
+  const float z = z_of(y, base, scale);
+  return z < -126.0f ? 0.0f : ex2_approx(z) * z;
 }
 
-// A group of a row in which y is the logit. ahead: what is loaded of it.
+// A tile of a row in which y is the logit. ahead: the first pieces of it.
 template <class Logits>
-__device__ inline void stream_group(const Source& source, const Wishes& wishes, float scale,
-                                    int group, const Packs<Logits, Logits::kHalvesAhead>& ahead,
-                                    const Statistics& at) {
+__device__ inline void stream_tile(const Source& source, const Wishes& wishes, float scale,
+                                   int tile, int lane,
+                                   const Packs<Logits, Logits::kPiecesAhead>& ahead,
+                                   const Statistics& at) {
   const float first_scale = wishes.total ? scale : kLog2E;
-  Weights first = {kNegInf, 0.0f, 0.0f}, raw = first;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    Packs<Logits, 1> loaded;
-    if (half < Logits::kHalvesAhead) {
+  for (int first = 0; first < kPieces; first += kAtOnce) {
+    Packs<Logits, kAtOnce> loaded;
+    if (first < Logits::kPiecesAhead) {
 #pragma unroll
-      for (int i = 0; i < kPieces / 2; ++i) {
-        loaded.packs[i] = ahead.packs[(half * (kPieces / 2) + i) % (Logits::kHalvesAhead * 4)];
+      for (int i = 0; i < kAtOnce; ++i) {
+        loaded.packs[i] = ahead.packs[(first + i) % Logits::kPiecesAhead];
       }
     } else {
-      loaded = load_halves<Logits, 1>(source, group, half);
+      loaded = load_packs<Logits, kAtOnce>(source, tile, lane, first);
     }
-    Weights part = {maximum_of(loaded, 0), 0.0f, 0.0f};
-    float x[kHalf];
-    unpack_half(loaded, 0, x);
+    float maxima[kAtOnce], parts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(loaded.packs[i].words);
+    maxima_of_groups(maxima);
+    renew_all(loaded.packs);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      parts[i] = sum_of_piece(loaded.packs[i], maxima[i], first_scale);
+    }
+    const float sum = sum_of_groups(parts, lane);
+    const float maximum = value_of_lane(maxima, lane);
+    const int group = tile * kGroupsOfTile + (first + lane % kAtOnce) * 4 + lane / 8;
+    // Two lanes have the same to write.
+    const bool writes = lane % 8 < kAtOnce;
+    if (writes) {
+      at.maxima[group] = sum != sum ? kInf : maximum + 0.0f;
+      at.sums[group] = sum;
+    }
     if (wishes.both) {
-      part.sum = sum_of(x, part.maximum, kLog2E);
-      raw = merged(raw, part, kLog2E);
+      renew_all(loaded.packs);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        parts[i] = sum_of_piece(loaded.packs[i], maxima[i], kLog2E);
+      }
+      const float raw_sum = sum_of_groups(parts, lane);
+      if (writes) at.raw_sums[group] = raw_sum;
     }
-    part.sum = sum_of(x, part.maximum, first_scale);
-    if (wishes.mean) part.moment = moment_of(x, part.maximum, first_scale);
-    first = merged(first, part, first_scale);
+    if (wishes.mean) {
+      renew_all(loaded.packs);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float x[kPiece];
+        Logits::unpack(loaded.packs[i].words, x);
+        parts[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          parts[i] += moment_of_one(x[j], finite_or_zero(maxima[i]), first_scale);
+        }
+      }
+      const float moment = sum_of_groups(parts, lane);
+      if (writes) at.moments[group] = moment;
+    }
   }
-  at.maxima[group] = first.sum != first.sum ? kInf : first.maximum + 0.0f;
-  at.sums[group] = first.sum;
-  if (wishes.mean) at.moments[group] = first.moment;
-  if (wishes.both) at.raw_sums[group] = raw.sum;
+}
+
+// Tokens of a lane that were seen before, by piece: what they weigh relative to their largest.
+struct Seen {
+  float maxima[4], sums[4], moments[4];
+};
+
+// The same of a row in which masks or penalties count, or whose y the lists will change later.
+template <class Logits>
+__device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wishes, int tile,
+                                                 int lane, const Statistics at) {
+#pragma unroll 1
+  for (int first = 0; first < kPieces; first += kAtOnce) {
+    Pack<Logits> packs[kAtOnce];
+    uint32_t clear = 0, seen = 0, in_output = 0;  // of each piece 8 bits
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      packs[i] = load_pack<Logits, true>(row, tile_first(tile, first + i, lane));
+      const PieceBits bits = piece_bits(row, tile_first(tile, first + i, lane));
+      clear |= (bits.allowed & ~bits.seen) << (8 * i);
+      seen |= (bits.allowed & bits.seen) << (8 * i);
+      in_output |= bits.in_output << (8 * i);
+    }
+    float maxima[kAtOnce], parts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(packs[i].words);
+    maxima_of_groups(maxima);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], kLog2E);
+    const float raw_sum = sum_of_groups(parts, lane);
+    const float raw_maximum = value_of_lane(maxima, lane);
+    renew_all(packs);
+
+    // Tokens that were seen are few: each lane takes its own one after the other.
+    Seen of_seen;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      of_seen.maxima[i] = kNegInf;
+      of_seen.sums[i] = of_seen.moments[i] = 0.0f;
+    }
+    const bool any_seen = __any_sync(kAllLanes, seen != 0) != 0;
+    for (uint32_t left = seen; left != 0; left &= left - 1) {
+      const int bit = __ffs(static_cast<int>(left)) - 1;
+      const int token = tile_first(tile, first + bit / 8, lane) + bit % 8;
+      const float x = load_logit<Logits>(row, token);
+      if (x == kNegInf) continue;
+      const float y = settled(x, penalised(row, x, token, (in_output >> bit & 1) != 0));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (bit / 8 != i) continue;
+        const float largest = fmaxf(of_seen.maxima[i], y);
+        if (wishes.total) {
+          const float z = z_of(of_seen.maxima[i], largest, row.scale);
+          const float weight = ex2_approx(z), y_z = z_of(y, largest, row.scale);
+          if (wishes.mean) {
+            of_seen.moments[i] =
+                (z < -126.0f ? 0.0f : (of_seen.moments[i] + of_seen.sums[i] * z) * weight) +
+                moment_of_one(y, largest, row.scale);
+          }
+          of_seen.sums[i] = of_seen.sums[i] * weight + ex2_approx(y_z);
+        }
+        of_seen.maxima[i] = largest;
+      }
+    }
+
+    float moments[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float y[kPiece];
+      Logits::unpack(packs[i].words, y);
+      maxima[i] = of_seen.maxima[i];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        if ((clear >> (8 * i + j) & 1) != 0) maxima[i] = fmaxf(maxima[i], y[j]);
+      }
+    }
+    maxima_of_groups(maxima);
+    const float maximum = value_of_lane(maxima, lane);
+    const int group = tile * kGroupsOfTile + (first + lane % kAtOnce) * 4 + lane / 8;
+    const bool writes = lane % 8 < kAtOnce;
+    if (writes) {
+      at.maxima[group] = raw_sum != raw_sum ? kInf : maximum + 0.0f;
+      at.raw_maxima[group] = raw_maximum + 0.0f;
+      at.raw_sums[group] = raw_sum;
+    }
+    if (!wishes.total) continue;
+    renew_all(packs);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float y[kPiece];
+      Logits::unpack(packs[i].words, y);
+      const float base = finite_or_zero(maxima[i]);
+      parts[i] = moments[i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        const float value = (clear >> (8 * i + j) & 1) != 0 ? y[j] : kNegInf;
+        parts[i] += ex2_approx(z_of(value, base, row.scale));
+        if (wishes.mean) moments[i] += moment_of_one(value, base, row.scale);
+      }
+      if (any_seen) {
+        const float z = z_of(of_seen.maxima[i], base, row.scale);
+        const float weight = ex2_approx(z);
+        parts[i] += of_seen.sums[i] * weight;
+        moments[i] += z < -126.0f ? 0.0f : (of_seen.moments[i] + of_seen.sums[i] * z) * weight;
+      }
+    }
+    const float sum = sum_of_groups(parts, lane);
+    if (writes) at.sums[group] = sum;
+    if (wishes.mean) {
+      const float moment = sum_of_groups(moments, lane);
+      if (writes) at.moments[group] = moment;
+    }
+  }
 }
 
 }  // namespace graphed_sampling

@@ -12,7 +12,7 @@ __device__ inline void for_each_token(Shared& shared, Block& block, Use use) {
   for (int group = block.thread(); group < task.groups; group += kThreads) {
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int first = piece_first(group, piece);
+      const int first = group * kGroup + piece * kPiece;
       if (first >= task.row.vocab) break;
       float y[kPiece];
       piece_y<Logits>(task.row, first, y);
@@ -197,15 +197,15 @@ __device__ __noinline__ Drawn draw_from_row(Shared& shared, Block& block, const 
     };
     for (int piece = 0; piece < kPieces && group < task.groups; ++piece) {
       float y[kPiece];
-      piece_y<Logits>(task.row, piece_first(group, piece), y);
-      for (int i = 0; i < kPiece; ++i) mass += mass_at(y[i], piece_first(group, piece) + i);
+      piece_y<Logits>(task.row, group * kGroup + piece * kPiece, y);
+      for (int i = 0; i < kPiece; ++i) mass += mass_at(y[i], group * kGroup + piece * kPiece + i);
     }
     int64_t before = passed + block.sum_before(mass, &inside);
     if (before <= position && position < before + mass) {
       for (int place = 0; place < kGroup; ++place) {
-        const int token = token_at(group, place);
+        const int token = group * kGroup + place;
         float y[kPiece];
-        piece_y<Logits>(task.row, piece_first(group, place / kPiece), y);
+        piece_y<Logits>(task.row, group * kGroup + place / kPiece * kPiece, y);
         const int64_t of_token = mass_at(y[place % kPiece], token);
         if (before <= position && position < before + of_token) {
           shared.found = token;

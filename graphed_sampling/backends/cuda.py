@@ -20,13 +20,10 @@ NAME: Final = "cuda"
 CHOSEN_FOR: Final = "who asks for it: it is new, and has not been measured"
 REFUSES: Final[frozenset[str]] = frozenset()
 
-# The geometry of csrc/step/row.h: a lane of a warp owns groups of 8 pieces of 8 tokens, the pieces
-# of a group 256 tokens apart.
-_PIECE: Final = 8
-_PIECES: Final = 8
-_LANES: Final = 32
-_TILE: Final = _PIECE * _PIECES * _LANES
-# And its scratch, in words: of a group, and of the list around the cut of a flat row.
+# The geometry and the scratch of csrc/step: tokens of a group and groups of a tile; words of a group
+# and of the list around the cut of a flat row, which smaller vocabularies go without.
+_GROUP: Final = 64
+_GROUPS_OF_TILE: Final = 32
 _OF_GROUP: Final = 7
 _BRACKET: Final = 2 * 16384
 _LISTED: Final = 2048
@@ -58,11 +55,8 @@ def _has_kernel(key: str) -> bool:
 
 
 def canonical_order(vocab_size: int) -> Tensor:
-    """int64 [vocab_size]: group by group, in each the ids ascending."""
-    tiles = -(-vocab_size // _TILE)
-    ids = torch.arange(tiles * _TILE, device="cpu").view(tiles, _PIECES, _LANES, _PIECE)
-    ids = ids.transpose(1, 2).reshape(-1)
-    return ids[ids < vocab_size]
+    """int64 [vocab_size]: ids ascending."""
+    return torch.arange(vocab_size, device="cpu")
 
 
 @functools.lru_cache
@@ -74,7 +68,7 @@ def scratch_words(layout: TableLayout, rows: int) -> int:
 
 def by_row_word(layout: TableLayout) -> int:
     """Which word of a row's scratch says whether its last step took passes over the whole row."""
-    groups = -(-layout.vocab_size // _TILE) * _LANES
+    groups = -(-layout.vocab_size // (_GROUP * _GROUPS_OF_TILE)) * _GROUPS_OF_TILE
     return _OF_GROUP * groups + (_BRACKET if layout.vocab_size > _LISTED else 0)
 
 
