@@ -13,27 +13,28 @@
 namespace graphed_sampling {
 namespace {
 
-constexpr int kTilesOfBlock = kWarps;
+// With so many blocks every multiprocessor has work until the end, and streams while others finish
+// rows. Fewer, which read more each, wait less often for each other.
+constexpr int64_t kTargetBlocks = 512;
+// So many rows leave the memory system idle: one that was read for nothing costs nobody anything.
+constexpr unsigned kFewRows = 8;
 
 GS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Of a row, in words of scratch: the statistics; for flat rows masses of groups, and tokens around
-// the cut, which smaller vocabularies do not need; whether the row took passes over all of it; and
-// the ids that are banned now.
+// Of a row, in words of scratch: how many of its blocks are through, 0 between steps, and whether
+// its last step took passes over all of it; the statistics; for flat rows masses of groups, and
+// tokens around the cut, which smaller vocabularies do not need; and the ids that are banned now.
 struct ScratchLayout {
-  int groups, masses, bracket, by_row, bans, words;
+  static constexpr int kTicket = 0, kByRow = 1, kHeader = 32;
+  int groups, masses, bracket, bans, words;
 
   GS_HOST_DEVICE explicit ScratchLayout(const TableLayout& layout)
       : groups(ceil_div(layout.vocab_size, kTile) * kGroupsOfTile),
-        masses(kStatistics * groups),
+        masses(kHeader + kStatistics * groups),
         bracket(masses + 2 * groups),
-        by_row(bracket + (layout.vocab_size > kListed ? 2 * kBracketed : 0)),
-        bans(by_row + 1),
+        bans(bracket + (layout.vocab_size > kListed ? 2 * kBracketed : 0)),
         words(ceil_div(bans + layout.max_stop_ids + layout.max_bad_words, 32) * 32) {}
 };
-
-// Before the rows: how many blocks of each are through, 0 between steps.
-GS_HOST_DEVICE constexpr int64_t ticket_words(int64_t rows) { return (rows + 31) / 32 * 32; }
 
 // Lists the ids that stop ids below min_tokens and bad words ban now; their number.
 __device__ __noinline__ int list_bans(Shared& shared, Block& block, const TableLayout& layout,
@@ -338,24 +339,23 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 }
 
 template <class Logits>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     sample_step_kernel(const __grid_constant__ StepArguments a) {
   __shared__ Shared shared;
   grid_dependency_wait();
   grid_dependency_launch();
   const int index = static_cast<int>(blockIdx.y);
+  int32_t* out = a.output + int64_t{index} * a.layout.output_words();
   const int given_slot = a.slots[index];
   const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
-  const int slot = has_slot ? given_slot : a.layout.max_requests;
-  const int32_t* params = a.params + int64_t{slot} * a.layout.params_words();
-  int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
-  int32_t* out = a.output + int64_t{index} * a.layout.output_words();
-  if (!has_slot) {
+  // Of few rows the logits are asked for before it is known whether the row has a slot.
+  const bool early = gridDim.y <= kFewRows;
+  if (!early && !has_slot) {
     if (blockIdx.x == 0) write_idle(a.layout, out, nullptr);
     return;
   }
 
-  // The logits are asked for before what is wanted of them is known.
+  // In any case they are before it is known what is wanted of them.
   using Bits = typename Logits::Bits;
   const Bits* logits = static_cast<const Bits*>(a.logits) + index * a.logits_stride;
   const Source source = {logits, a.layout.vocab_size,
@@ -363,17 +363,36 @@ __global__ void __launch_bounds__(kThreads, 3)
   const ScratchLayout scratch(a.layout);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int tile = static_cast<int>(blockIdx.x) * kTilesOfBlock + warp;
-  const auto ahead = load_packs<Logits, Logits::kPiecesAhead>(source, tile, lane, 0);
+  // A block's tiles lie side by side, its warps take them in turns.
+  const int tiles = scratch.groups / kGroupsOfTile;
+  const int tiles_of_block = ceil_div(tiles, static_cast<int>(gridDim.x));
+  const int first_tile = static_cast<int>(blockIdx.x) * tiles_of_block;
+  const int end_tile = min(first_tile + tiles_of_block, tiles);
+  const int tile = first_tile + warp;
+  const int whole = source.aligned ? a.layout.vocab_size / kTile : 0;
+  Packs<Logits, Logits::kPiecesAhead> ahead = {};
+  if (tile < min(end_tile, whole)) {
+    ahead = load_packs<Logits, Logits::kPiecesAhead>(source, tile, lane, 0);
+  }
+  if (!has_slot) {
+    if (blockIdx.x == 0) write_idle(a.layout, out, nullptr);
+    return;
+  }
+  const int slot = given_slot;
+  const int32_t* params = a.params + int64_t{slot} * a.layout.params_words();
+  int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
 
+  int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
+  auto* ticket = reinterpret_cast<unsigned*>(row_scratch) + ScratchLayout::kTicket;
   const int flags = params[kParamFlags];
   const bool admitted = (flags & kAdmitted) != 0;
   if (!admitted || state[kStateFinishReason] != 0) {
     if (blockIdx.x == 0) write_idle(a.layout, out, admitted ? state : nullptr);
+    // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it.
+    if (gridDim.x > 1 && threadIdx.x == 0) atomicInc(ticket, gridDim.x - 1);
     return;
   }
-  int32_t* row_scratch = a.scratch + ticket_words(a.rows) + int64_t{index} * scratch.words;
-  float* statistics = reinterpret_cast<float*>(row_scratch);
+  float* statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
   const Statistics at = {statistics, statistics + scratch.groups, statistics + 2 * scratch.groups,
                          statistics + 3 * scratch.groups, statistics + 4 * scratch.groups};
   Task& task = shared.task;
@@ -386,18 +405,19 @@ __global__ void __launch_bounds__(kThreads, 3)
     task.at = at;
     task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);
     task.bracket_y = reinterpret_cast<float*>(row_scratch + scratch.bracket);
-    task.by_row = row_scratch + scratch.by_row;
+    task.by_row = row_scratch + ScratchLayout::kByRow;
     task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
     task.groups = scratch.groups;
     task.slot = slot;
   }
   __syncthreads();
-  if (tile * kGroupsOfTile < scratch.groups) {
-    if (task.wishes.split) {
-      stream_checked_tile<Logits>(task.row, task.wishes, tile, lane, at);
-    } else {
-      stream_tile<Logits>(source, task.wishes, task.row.scale, tile, lane, ahead, at);
+  if (task.wishes.split) {
+    for (int i = tile; i < end_tile; i += kWarps) {
+      stream_checked_tile<Logits>(task.row, task.wishes, i, lane, at);
     }
+  } else {
+    stream_tiles<Logits>(source, task.wishes, task.row.scale, tile, kWarps, end_tile, whole, lane,
+                         ahead, at);
   }
 
   __syncthreads();
@@ -405,9 +425,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     if (threadIdx.x == 0) {
       __threadfence();
       // The last one leaves 0 for the next step.
-      const unsigned ticket =
-          atomicInc(reinterpret_cast<unsigned*>(a.scratch) + index, gridDim.x - 1);
-      shared.is_last = ticket == gridDim.x - 1 ? 1 : 0;
+      shared.is_last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1 ? 1 : 0;
       __threadfence();
     }
     __syncthreads();
@@ -419,14 +437,16 @@ __global__ void __launch_bounds__(kThreads, 3)
 }  // namespace
 
 int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows) {
-  return ticket_words(rows) + rows * ScratchLayout(layout).words;
+  return rows * ScratchLayout(layout).words;
 }
 
 cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,
                                cudaStream_t stream) {
+  // How many blocks read a row is free: it changes no result.
   const int tiles = ceil_div(arguments.layout.vocab_size, kTile);
-  const dim3 grid(static_cast<unsigned>(ceil_div(tiles, kTilesOfBlock)),
-                  static_cast<unsigned>(arguments.rows));
+  const int64_t wanted = (kTargetBlocks + arguments.rows - 1) / arguments.rows;
+  const int blocks = static_cast<int>(std::min<int64_t>(wanted, ceil_div(tiles, kWarps)));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(arguments.rows));
   const auto launch = [&](void (*kernel)(StepArguments)) {
     return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, arguments);
   };

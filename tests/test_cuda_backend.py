@@ -27,7 +27,7 @@ from helpers import (
     random_words,
 )
 
-from graphed_sampling import RequestTable, Sampler, SamplingParams, backends
+from graphed_sampling import GraphedSampler, RequestTable, Sampler, SamplingParams, backends
 from graphed_sampling.backends import cuda
 from graphed_sampling.layout import (
     HEADER_WORDS,
@@ -41,6 +41,7 @@ from graphed_sampling.layout import (
 )
 
 CSRC = Path(__file__).parents[1] / "csrc"
+needs_sources = pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -54,6 +55,7 @@ def pair(request: pytest.FixtureRequest) -> BackendDevice:
 # What C++ repeats of Python.
 
 
+@needs_sources
 def test_records_are_the_same_in_cpp() -> None:
     source = (CSRC / "common/layout.h").read_text()
     found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", source)}
@@ -141,6 +143,12 @@ def test_op_checks_what_it_is_given(
         step.run()
 
 
+def tickets(sampler: Sampler, rows: int) -> torch.Tensor:
+    """How many blocks of each row are through."""
+    words = cuda.scratch_words(sampler.table.layout, 1)
+    return sampler._step._scratch[::words][:rows].cpu()
+
+
 def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice) -> None:
     """How many of a row's blocks are through is 0 again, whichever rows had work."""
     rows, vocab = 5, 40_000
@@ -151,7 +159,45 @@ def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice) -> None:
     logits = torch.randn(rows, vocab, device=pair.device)
     for slots in ([0, 1, 2, -1, -1], [2, -1, 0, 1, -1], [-1] * 5):
         sampler(logits, torch.tensor(slots, dtype=torch.int32))
-        assert not sampler._step._scratch[:rows].any()
+        assert not tickets(sampler, rows).any()
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+def test_steps_of_any_number_of_rows_share_scratch(pair: BackendDevice, graphed: bool) -> None:
+    """Rows that several blocks read, in steps that grow and shrink."""
+    vocab, most = 40_000, 70
+
+    def graphed_sampler(table: RequestTable, backend: str) -> GraphedSampler:
+        return GraphedSampler(table, (1, 8, 40, most), backend=backend)
+
+    checked = CheckedTable(
+        pair, vocab, most, sampler=graphed_sampler if graphed else Sampler, penalties=False
+    )
+    for seed in range(most):
+        checked.admit(SamplingParams(seed=seed, top_k=50, top_p=0.95, logprobs=0), slot=seed)
+    rng = np.random.default_rng(0)
+    for rows in (8, 40, 1, most, 8, 33):
+        logits = torch.from_numpy(rng.normal(0, 2, (rows, vocab)).astype(np.float32))
+        checked.step(logits.to(pair.device), rng.permutation(most)[:rows].tolist())
+    checked.check_state()
+    checked.tally.check()
+
+
+def test_flat_rows_of_any_scale_go_by_a_bracket(pair: BackendDevice) -> None:
+    """Up to 262144 tokens nearly as likely as each other, of which most survive."""
+    for vocab in (20_000, 262_144):
+        asked = [(scale, p) for scale in (0.05, 0.3, 2.0) for p in (0.3, 0.8, 0.95)]
+        checked = CheckedTable(pair, vocab, len(asked), penalties=False)
+        rng = np.random.default_rng(vocab)
+        rows = []
+        for seed, (scale, p) in enumerate(asked):
+            checked.admit(SamplingParams(seed=seed, top_p=p, logprobs=0), slot=seed)
+            rows.append(rng.normal(0, scale, vocab).astype(np.float32))
+        logits = torch.from_numpy(np.stack(rows)).bfloat16()
+        checked.step(logits.to(pair.device), range(len(asked)))
+        checked.tally.check(ambiguous=1.0, differences=0.2)
+        scratch = checked.sampler._step._scratch
+        assert not any(cuda.by_row(scratch, checked.table.layout, len(asked))), vocab
 
 
 # Where it can be used.

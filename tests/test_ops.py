@@ -251,6 +251,10 @@ def test_opcheck_of_every_op(device: str) -> None:
                 kwargs,
                 test_utils=checks,
             )
+    if "cuda" in usable_backends(device):
+        arguments = Step(device, "cuda").arguments(torch.randn(3, V, device=device))
+        *tensors, layout, _ = arguments
+        torch.library.opcheck(OPS.cuda_step.default, (*tensors, layout), test_utils=checks)
     seeds = torch.arange(5, device=device)
     torch.library.opcheck(OPS.philox_words.default, (seeds, seeds + 3), test_utils=checks)
     table = RequestTable(2, V, device=device)

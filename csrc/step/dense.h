@@ -5,64 +5,66 @@
 
 namespace graphed_sampling {
 
-constexpr int kSampledGroups = 128;
-
-// Sums of weights as integers, so that their order decides nothing: this is 1.
-constexpr float kWeightUnit = 1048576.0f;
-
 // Between which y the cut of top_p very probably is. The mass below a bound is about `ratio` times
 // what evenly spaced groups hold of it. Its standard deviation is at most the root of
 // ratio * mass * (weight at the bound), since no token below the bound weighs more.
 template <class Logits>
 __device__ __noinline__ void bracket_cut(Shared& shared, Block& block, float top_p, float* low,
                                          float* high) {
-  Task& task = shared.task;
+  const Task& task = shared.task;
   const float scale = task.row.scale;
-  const int sampled = min(kSampledGroups, task.groups);
+  const int sampled = min(max(128, task.groups / 16), task.groups);
   const float ratio = static_cast<float>(task.groups) / static_cast<float>(sampled);
   const float budget = static_cast<float>(static_cast<double>(task.total) / kOne) * (1.0f - top_p);
   // Below it not even all tokens weigh the budget.
-  const float start = fminf(lg2_approx(budget / static_cast<float>(task.row.vocab)), -1.0f);
-  const Bins bins(start, 0.0f);
-  __syncthreads();
-  shared.mass_bins[block.thread()] = 0;
-  __syncthreads();
-  int64_t below_all = 0;
-  for (int i = block.thread(); i < sampled * kPieces; i += kThreads) {
-    const int group = static_cast<int>(int64_t{i / kPieces} * task.groups / sampled);
-    float y[kPiece];
-    piece_y<Logits>(task.row, group * kGroup + i % kPieces * kPiece, y);
+  float low_z = fminf(lg2_approx(budget / static_cast<float>(task.row.vocab)), -1.0f),
+        high_z = 0.0f;
+  // Twice, the second time between the bounds of the first.
 #pragma unroll 1
-    for (int j = 0; j < kPiece; ++j) {
-      if (y[j] == kNegInf) continue;
-      const float z = z_of(y[j], task.largest, scale);
-      const auto weight =
-          static_cast<unsigned long long>(__float2ll_rn(ex2_approx(z) * kWeightUnit));
-      if (z >= start) {
-        atomicAdd(&shared.mass_bins[bins.bin(z)], weight);
-      } else {
-        below_all += static_cast<int64_t>(weight);
+  for (int round = 0; round < 2; ++round) {
+    const Bins bins(low_z, high_z);
+    __syncthreads();
+    shared.mass_bins[block.thread()] = 0;
+    __syncthreads();
+    int64_t below_all = 0;
+    for (int i = block.thread(); i < sampled * kPieces; i += kThreads) {
+      const int group = static_cast<int>(int64_t{i / kPieces} * task.groups / sampled);
+      float y[kPiece];
+      piece_y<Logits>(task.row, group * kGroup + i % kPieces * kPiece, y);
+#pragma unroll 1
+      for (int j = 0; j < kPiece; ++j) {
+        const float z = z_of(y[j], task.largest, scale);
+        if (y[j] == kNegInf || z > high_z) continue;
+        // Integers, so that the order of their sums decides nothing.
+        const int64_t weight = mass_of(static_cast<double>(ex2_approx(z)));
+        if (z >= low_z) {
+          atomicAdd(&shared.mass_bins[bins.bin(z)], static_cast<unsigned long long>(weight));
+        } else {
+          below_all += weight;
+        }
       }
     }
+    below_all = block.sum(below_all);
+    // Thread i: the lower end of bin i, counted from the top.
+    int64_t all;
+    const auto mine = static_cast<int64_t>(shared.mass_bins[block.thread()]);
+    const int64_t before = block.sum_before(mine, &all);
+    const auto below =
+        static_cast<float>(static_cast<double>(below_all + all - before - mine) / kOne) * ratio;
+    const float width = (high_z - low_z) / static_cast<float>(kBins);
+    const float weight =
+        ex2_approx(high_z - width * static_cast<float>(block.thread() + 1)) * ratio;
+    const float error = 4.0f * sqrtf(weight * (below + weight));
+    // The highest end with surely less below it than the budget, the lowest with surely more.
+    const uint64_t low_bin =
+        block.min_bits(below + error <= budget ? static_cast<uint64_t>(block.thread()) : kBins);
+    const uint64_t high_bin = block.max_bits(
+        below - error >= budget ? static_cast<uint64_t>(block.thread()) + 1 : uint64_t{0});
+    if (low_bin < kBins) low_z = high_z - width * static_cast<float>(low_bin + 1);
+    if (high_bin > 0) high_z -= width * static_cast<float>(high_bin);
   }
-  below_all = block.sum(below_all);
-  // Thread i: the lower end of bin i, counted from the top.
-  int64_t all;
-  const auto mine = static_cast<int64_t>(shared.mass_bins[block.thread()]);
-  const int64_t before = block.sum_before(mine, &all);
-  const float below = ratio / kWeightUnit * static_cast<float>(below_all + all - before - mine);
-  const float z = start * static_cast<float>(block.thread() + 1) / static_cast<float>(kBins);
-  const float error = 5.0f * sqrtf(ratio * ex2_approx(z) * (below + ratio * ex2_approx(z)));
-  // The highest end with surely less below it than the budget, the lowest with surely more.
-  const uint64_t low_bin =
-      block.min_bits(below + error <= budget ? static_cast<uint64_t>(block.thread()) : kBins);
-  const uint64_t high_bin =
-      block.max_bits(below - error >= budget ? static_cast<uint64_t>(block.thread()) + 1 : 0);
-  const float width = start / static_cast<float>(kBins);
-  const float low_z = low_bin < kBins ? width * static_cast<float>(low_bin + 1) : -1e30f;
-  const float high_z = width * static_cast<float>(high_bin);
   *low = fmaxf(task.largest + low_z / scale, -kFltMax);
-  *high = high_bin == 0 ? kInf : task.largest + high_z / scale;
+  *high = high_z >= 0.0f ? kInf : task.largest + high_z / scale;
 }
 
 // The second pass: the mass of what each group has from `high` on, and a list of what lies between

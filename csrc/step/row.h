@@ -124,13 +124,30 @@ struct Row : Source {
   __device__ bool plain() const { return checks == 0 && num_bias + num_bans == 0; }
 };
 
+// A piece that is known to lie inside the row, and to be aligned.
+template <class Logits>
+__device__ inline Pack<Logits> load_whole_pack(const Source& source, int first) {
+  Pack<Logits> pack;
+  const auto* vectors = reinterpret_cast<const uint4*>(
+      static_cast<const typename Logits::Bits*>(source.logits) + first);
+#pragma unroll
+  for (int i = 0; i < Logits::kVectors; ++i) {
+    const uint4 vector = __ldg(vectors + i);
+    pack.words[4 * i] = vector.x;
+    pack.words[4 * i + 1] = vector.y;
+    pack.words[4 * i + 2] = vector.z;
+    pack.words[4 * i + 3] = vector.w;
+  }
+  return pack;
+}
+
 // A piece that is not aligned, or ends after the row: everything there is -inf.
 template <class Logits>
-__device__ inline void load_singly(const Source& source, int first,
-                                   uint32_t (&words)[4 * Logits::kVectors]) {
+__device__ __noinline__ Pack<Logits> load_ragged_pack(const Source& source, int first) {
   using Bits = typename Logits::Bits;
   constexpr int kPerWord = 4 / static_cast<int>(sizeof(Bits));
   const Bits* logits = static_cast<const Bits*>(source.logits) + first;
+  Pack<Logits> pack;
 #pragma unroll
   for (int i = 0; i < 4 * Logits::kVectors; ++i) {
     uint32_t word = 0;
@@ -141,38 +158,15 @@ __device__ inline void load_singly(const Source& source, int first,
                                                       : Logits::kNegInfBits;
       word |= bits << (j * 16);
     }
-    words[i] = word;
+    pack.words[i] = word;
   }
+  return pack;
 }
 
 template <class Logits>
-__device__ __noinline__ Pack<Logits> load_singly_once(const Source& source, int first) {
-  Pack<Logits> pack;
-  load_singly<Logits>(source, first, pack.words);
-  return pack;
-}
-
-// kFirstPass: that one, which reads everything, has the rarer way inline too.
-template <class Logits, bool kFirstPass = false>
 __device__ inline Pack<Logits> load_pack(const Source& source, int first) {
-  Pack<Logits> pack;
-  if (source.aligned && first + kPiece <= source.vocab) {
-    const auto* vectors = reinterpret_cast<const uint4*>(
-        static_cast<const typename Logits::Bits*>(source.logits) + first);
-#pragma unroll
-    for (int i = 0; i < Logits::kVectors; ++i) {
-      const uint4 vector = __ldg(vectors + i);
-      pack.words[4 * i] = vector.x;
-      pack.words[4 * i + 1] = vector.y;
-      pack.words[4 * i + 2] = vector.z;
-      pack.words[4 * i + 3] = vector.w;
-    }
-  } else if (kFirstPass) {
-    load_singly<Logits>(source, first, pack.words);
-  } else {
-    pack = load_singly_once<Logits>(source, first);
-  }
-  return pack;
+  return source.aligned && first + kPiece <= source.vocab ? load_whole_pack<Logits>(source, first)
+                                                          : load_ragged_pack<Logits>(source, first);
 }
 
 // NaN counts as -inf, -0.0 as 0.0.

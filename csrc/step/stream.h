@@ -64,7 +64,7 @@ __device__ inline Packs<Logits, kNumber> load_packs(const Source& source, int ti
   Packs<Logits, kNumber> loaded;
 #pragma unroll
   for (int i = 0; i < kNumber; ++i) {
-    loaded.packs[i] = load_pack<Logits, true>(source, tile_first(tile, first + i, lane));
+    loaded.packs[i] = load_whole_pack<Logits>(source, tile_first(tile, first + i, lane));
   }
   return loaded;
 }
@@ -128,57 +128,48 @@ __device__ inline float moment_of_one(float y, float base, float scale) {
   return z < -126.0f ? 0.0f : ex2_approx(z) * z;
 }
 
-// A tile of a row in which y is the logit. ahead: the first pieces of it.
-template <class Logits>
-__device__ inline void stream_tile(const Source& source, const Wishes& wishes, float scale,
-                                   int tile, int lane,
-                                   const Packs<Logits, Logits::kPiecesAhead>& ahead,
-                                   const Statistics& at) {
+// Pieces of a tile, from `first` on, of a row in which y is the logit.
+template <class Logits, int kNumber>
+__device__ inline void stream_pieces(const Wishes& wishes, float scale, int tile, int first_piece,
+                                     int lane, const Packs<Logits, kNumber>& pieces,
+                                     const Statistics& at) {
   const float first_scale = wishes.total ? scale : kLog2E;
 #pragma unroll
-  for (int first = 0; first < kPieces; first += kAtOnce) {
-    Packs<Logits, kAtOnce> loaded;
-    if (first < Logits::kPiecesAhead) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        loaded.packs[i] = ahead.packs[(first + i) % Logits::kPiecesAhead];
-      }
-    } else {
-      loaded = load_packs<Logits, kAtOnce>(source, tile, lane, first);
-    }
+  for (int begin = 0; begin < kNumber; begin += kAtOnce) {
+    Pack<Logits> packs[kAtOnce];
     float maxima[kAtOnce], parts[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(loaded.packs[i].words);
-    maxima_of_groups(maxima);
-    renew_all(loaded.packs);
-#pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      parts[i] = sum_of_piece(loaded.packs[i], maxima[i], first_scale);
+      packs[i] = pieces.packs[begin + i];
+      maxima[i] = Logits::largest(packs[i].words);
     }
+    maxima_of_groups(maxima);
+    renew_all(packs);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], first_scale);
     const float sum = sum_of_groups(parts, lane);
     const float maximum = value_of_lane(maxima, lane);
-    const int group = tile * kGroupsOfTile + (first + lane % kAtOnce) * 4 + lane / 8;
+    const int piece = first_piece + begin + lane % kAtOnce;
+    const int group = tile * kGroupsOfTile + piece * (kWarp / kPieces) + lane / kPieces;
     // Two lanes have the same to write.
-    const bool writes = lane % 8 < kAtOnce;
+    const bool writes = lane % kPieces < kAtOnce;
     if (writes) {
       at.maxima[group] = sum != sum ? kInf : maximum + 0.0f;
       at.sums[group] = sum;
     }
     if (wishes.both) {
-      renew_all(loaded.packs);
+      renew_all(packs);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        parts[i] = sum_of_piece(loaded.packs[i], maxima[i], kLog2E);
-      }
+      for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], kLog2E);
       const float raw_sum = sum_of_groups(parts, lane);
       if (writes) at.raw_sums[group] = raw_sum;
     }
     if (wishes.mean) {
-      renew_all(loaded.packs);
+      renew_all(packs);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         float x[kPiece];
-        Logits::unpack(loaded.packs[i].words, x);
+        Logits::unpack(packs[i].words, x);
         parts[i] = 0.0f;
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
@@ -188,6 +179,52 @@ __device__ inline void stream_tile(const Source& source, const Wishes& wishes, f
       const float moment = sum_of_groups(parts, lane);
       if (writes) at.moments[group] = moment;
     }
+  }
+}
+
+// A tile that ends after the row, or of a row that is not aligned.
+template <class Logits>
+__device__ __noinline__ void stream_ragged_tile(const Source& source, const Wishes& wishes,
+                                                float scale, int tile, int lane,
+                                                const Statistics& at) {
+#pragma unroll 1
+  for (int first = 0; first < kPieces; first += kAtOnce) {
+    Packs<Logits, kAtOnce> loaded;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      loaded.packs[i] = load_pack<Logits>(source, tile_first(tile, first + i, lane));
+    }
+    stream_pieces(wishes, scale, tile, first, lane, loaded, at);
+  }
+}
+
+// A warp's tiles, `step` apart, of a row in which y is the logit: while it works on some pieces the
+// next ones are on their way. whole: how many of the row's tiles lie inside it, all of them
+// aligned; ahead: the first pieces, if those of the first tile do.
+template <class Logits>
+__device__ inline void stream_tiles(const Source& source, const Wishes& wishes, float scale,
+                                    int tile, int step, int end, int whole, int lane,
+                                    Packs<Logits, Logits::kPiecesAhead> ahead,
+                                    const Statistics& at) {
+  constexpr int kAhead = Logits::kPiecesAhead;
+  int first = 0;
+#pragma unroll 1
+  while (tile < min(end, whole)) {
+    const bool last_of_tile = first + kAhead == kPieces;
+    const int next_tile = last_of_tile ? tile + step : tile;
+    const int next_first = last_of_tile ? 0 : first + kAhead;
+    Packs<Logits, kAhead> next = ahead;
+    if (next_tile < min(end, whole)) {
+      next = load_packs<Logits, kAhead>(source, next_tile, lane, next_first);
+    }
+    stream_pieces(wishes, scale, tile, first, lane, ahead, at);
+    ahead = next;
+    tile = next_tile;
+    first = next_first;
+  }
+#pragma unroll 1
+  for (; tile < end; tile += step) {
+    stream_ragged_tile<Logits>(source, wishes, scale, tile, lane, at);
   }
 }
 
@@ -206,7 +243,7 @@ __device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wi
     uint32_t clear = 0, seen = 0, in_output = 0;  // of each piece 8 bits
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      packs[i] = load_pack<Logits, true>(row, tile_first(tile, first + i, lane));
+      packs[i] = load_pack<Logits>(row, tile_first(tile, first + i, lane));
       const PieceBits bits = piece_bits(row, tile_first(tile, first + i, lane));
       clear |= (bits.allowed & ~bits.seen) << (8 * i);
       seen |= (bits.allowed & bits.seen) << (8 * i);

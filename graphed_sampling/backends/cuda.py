@@ -20,10 +20,12 @@ NAME: Final = "cuda"
 CHOSEN_FOR: Final = "who asks for it: it is new, and has not been measured"
 REFUSES: Final[frozenset[str]] = frozenset()
 
-# The geometry and the scratch of csrc/step: tokens of a group and groups of a tile; words of a group
-# and of the list around the cut of a flat row, which smaller vocabularies go without.
+# The geometry and the scratch of csrc: tokens of a group and groups of a tile; words of a row, of a
+# group and of the list around the cut of a flat row, which smaller vocabularies go without.
 _GROUP: Final = 64
 _GROUPS_OF_TILE: Final = 32
+_HEADER: Final = 32
+_BY_ROW: Final = 1  # which of the header's words
 _OF_GROUP: Final = 7
 _BRACKET: Final = 2 * 16384
 _LISTED: Final = 2048
@@ -61,20 +63,17 @@ def canonical_order(vocab_size: int) -> Tensor:
 
 @functools.lru_cache
 def scratch_words(layout: TableLayout, rows: int) -> int:
-    """int32 words of scratch that a step of `rows` rows needs."""
-    bans = layout.max_stop_ids + layout.max_bad_words
-    return _whole(rows) + rows * _whole(by_row_word(layout) + 1 + bans)
-
-
-def by_row_word(layout: TableLayout) -> int:
-    """Which word of a row's scratch says whether its last step took passes over the whole row."""
+    """int32 words of scratch that a step of up to `rows` rows needs."""
     groups = -(-layout.vocab_size // (_GROUP * _GROUPS_OF_TILE)) * _GROUPS_OF_TILE
-    return _OF_GROUP * groups + (_BRACKET if layout.vocab_size > _LISTED else 0)
+    words = _HEADER + _OF_GROUP * groups + layout.max_stop_ids + layout.max_bad_words
+    if layout.vocab_size > _LISTED:
+        words += _BRACKET
+    return rows * (-(-words // 32) * 32)
 
 
-def _whole(words: int) -> int:
-    """Up to a multiple of a cache line."""
-    return -(-words // 32) * 32
+def by_row(scratch: Tensor, layout: TableLayout, rows: int) -> list[bool]:
+    """Of the rows of a last step: whether each took passes over the whole row, which are slow."""
+    return [bool(word) for word in scratch[_BY_ROW :: scratch_words(layout, 1)][:rows].tolist()]
 
 
 def warm_up(
