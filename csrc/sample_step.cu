@@ -107,6 +107,7 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
     raw_sum += __shfl_xor_sync(kAllLanes, raw_sum, step);
     moment += __shfl_xor_sync(kAllLanes, moment, step);
   }
+  __syncwarp();  // other lanes may have read what changes now
   if (block.lane() == 0) {
     task.at.maxima[group] = maximum;
     task.at.sums[group] = wishes.total ? sum : raw_sum;
@@ -138,9 +139,15 @@ template <class Logits>
 __device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
   Task& task = shared.task;
   const Row& row = task.row;
+  const auto group_at = [&](int i) {
+    return (i < row.num_bias ? row.bias_ids[i] : row.bans[i - row.num_bias]) / kGroup;
+  };
   for (int i = block.warp(); i < row.num_bias + row.num_bans; i += kWarps) {
-    const int token = i < row.num_bias ? row.bias_ids[i] : row.bans[i - row.num_bias];
-    repair_group<Logits>(shared, block, token / kGroup);
+    // A group that several tokens name is the first one's.
+    const int group = group_at(i);
+    bool named = false;
+    for (int j = block.lane(); j < i; j += kWarp) named = named || group_at(j) == group;
+    if (__any_sync(kAllLanes, named) == 0) repair_group<Logits>(shared, block, group);
   }
   __syncthreads();
 }

@@ -3,17 +3,39 @@
 
 #include <cstdint>
 
-#include "../common/device.h"
+#include "numbers.h"
 
 namespace graphed_sampling {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
+// Of the lanes' values, all of which take part.
+__device__ inline int64_t sum_of_lanes(int64_t value) {
+  // Three parts whose sums fit into 32 bits: additions of 32 bits take one instruction a warp.
+  const auto bits = static_cast<uint64_t>(value);
+  const uint64_t low = __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits & 0x7FFFFF));
+  const uint64_t middle =
+      __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits >> 23 & 0x7FFFFF));
+  const uint64_t high = __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits >> 46));
+  return static_cast<int64_t>(low + (middle << 23) + (high << 46));
+}
+
+__device__ inline uint64_t max_of_lanes(uint64_t value) {
+  const auto high = static_cast<unsigned>(value >> 32), low = static_cast<unsigned>(value);
+  const unsigned highest = __reduce_max_sync(kAllLanes, high);
+  const unsigned lowest = __reduce_max_sync(kAllLanes, high == highest ? low : 0);
+  return static_cast<uint64_t>(highest) << 32 | lowest;
+}
+
 // The block's place for exchanges between warps. Two buffers take turns, so that one barrier an
 // exchange suffices: before a buffer is written again all threads have passed another barrier.
 struct Exchange {
   uint64_t words[2][kWarps];
+};
+
+struct Range {
+  float low, high;
 };
 
 struct Block {
@@ -24,91 +46,79 @@ struct Block {
   __device__ int warp() const { return static_cast<int>(threadIdx.x) / kWarp; }
   __device__ int thread() const { return static_cast<int>(threadIdx.x); }
 
-  __device__ uint64_t* next_words() {
+  // Every warp's word, one after the other, for all threads.
+  __device__ const uint64_t* exchanged(uint64_t word) {
     turn ^= 1;
-    return exchange->words[turn];
-  }
-
-  __device__ float max(float value) {
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-      value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
-    }
-    uint64_t* words = next_words();
-    if (lane() == 0) words[warp()] = static_cast<uint64_t>(__float_as_uint(value));
+    uint64_t* words = exchange->words[turn];
+    if (lane() == 0) words[warp()] = word;
     __syncthreads();
-    value = __uint_as_float(static_cast<uint32_t>(words[0]));
-    for (int i = 1; i < kWarps; ++i) {
-      value = fmaxf(value, __uint_as_float(static_cast<uint32_t>(words[i])));
-    }
-    return value;
+    return words;
   }
 
-  __device__ float min(float value) { return -max(-value); }
+  // The largest of values that are no NaN.
+  __device__ float max(float value) {
+    int key = __reduce_max_sync(kAllLanes, key_of(value));
+    const uint64_t* words = exchanged(static_cast<uint32_t>(key));
+    for (int i = 0; i < kWarps; ++i) key = ::max(key, static_cast<int>(words[i]));
+    return from_key(key);
+  }
+
+  // The smallest of the lows and the largest of the highs.
+  __device__ Range range(float low, float high) {
+    int low_key = __reduce_min_sync(kAllLanes, key_of(low));
+    int high_key = __reduce_max_sync(kAllLanes, key_of(high));
+    const uint64_t* words = exchanged(static_cast<uint64_t>(static_cast<uint32_t>(low_key)) << 32 |
+                                      static_cast<uint32_t>(high_key));
+    for (int i = 0; i < kWarps; ++i) {
+      low_key = ::min(low_key, static_cast<int>(words[i] >> 32));
+      high_key = ::max(high_key, static_cast<int>(words[i] & 0xFFFFFFFFu));
+    }
+    return {from_key(low_key), from_key(high_key)};
+  }
 
   __device__ int64_t sum(int64_t value) {
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-      value += __shfl_xor_sync(kAllLanes, static_cast<long long>(value), step);
-    }
-    uint64_t* words = next_words();
-    if (lane() == 0) words[warp()] = static_cast<uint64_t>(value);
-    __syncthreads();
+    const uint64_t* words = exchanged(static_cast<uint64_t>(sum_of_lanes(value)));
     uint64_t total = 0;
     for (int i = 0; i < kWarps; ++i) total += words[i];
     return static_cast<int64_t>(total);
   }
 
-  // The largest of 64 unsigned bits.
+  // The largest, and the smallest, of 64 unsigned bits.
   __device__ uint64_t max_bits(uint64_t value) {
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-      const uint64_t other =
-          __shfl_xor_sync(kAllLanes, static_cast<unsigned long long>(value), step);
-      value = other > value ? other : value;
-    }
-    uint64_t* words = next_words();
-    if (lane() == 0) words[warp()] = value;
-    __syncthreads();
+    const uint64_t* words = exchanged(max_of_lanes(value));
     value = words[0];
     for (int i = 1; i < kWarps; ++i) value = words[i] > value ? words[i] : value;
     return value;
   }
-
   __device__ uint64_t min_bits(uint64_t value) { return ~max_bits(~value); }
 
   // The sum of the values of all threads before this one; total: of all of them.
-  __device__ int64_t sum_before(int64_t value, int64_t* total) {
-    int64_t up_to = value;
+  template <class Integer>
+  __device__ Integer sum_before(Integer value, Integer* total) {
+    Integer up_to = value;
     for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t other = __shfl_up_sync(kAllLanes, static_cast<long long>(up_to), step);
+      const Integer other = shuffled_up(up_to, step);
       if (lane() >= step) up_to += other;
     }
-    uint64_t* words = next_words();
+    turn ^= 1;
+    uint64_t* words = exchange->words[turn];
     if (lane() == kWarp - 1) words[warp()] = static_cast<uint64_t>(up_to);
     __syncthreads();
-    int64_t before = 0, all = 0;
+    Integer before = 0, all = 0;
     for (int i = 0; i < kWarps; ++i) {
       if (i == warp()) before = all;
-      all += static_cast<int64_t>(words[i]);
+      all += static_cast<Integer>(words[i]);
     }
     *total = all;
     return before + up_to - value;
   }
 
-  __device__ int sum_before(int value, int* total) {
-    int up_to = value;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, up_to, step);
-      if (lane() >= step) up_to += other;
-    }
-    uint64_t* words = next_words();
-    if (lane() == kWarp - 1) words[warp()] = static_cast<uint64_t>(static_cast<uint32_t>(up_to));
-    __syncthreads();
-    int before = 0, all = 0;
-    for (int i = 0; i < kWarps; ++i) {
-      if (i == warp()) before = all;
-      all += static_cast<int>(words[i]);
-    }
-    *total = all;
-    return before + up_to - value;
+ private:
+  __device__ static int shuffled_up(int value, int step) {
+    return __shfl_up_sync(kAllLanes, value, step);
+  }
+  __device__ static int64_t shuffled_up(int64_t value, int step) {
+    return __shfl_up_sync(kAllLanes, static_cast<long long>(value), step);
   }
 };
 

@@ -126,21 +126,21 @@ struct Bins {
 
 // The bin in which what lies in the bins before it and in it reaches `needed`; -1 if all of them do
 // not. before: what lies in the bins before it.
-__device__ inline int find_bin(Shared& shared, Block& block, int64_t needed, int64_t* before,
-                               int64_t* inside) {
+__device__ inline int find_bin(Shared& shared, Block& block, int needed, int* before, int* inside) {
   __syncthreads();
-  const int64_t mine = shared.bins[block.thread()];
-  int64_t total;
-  const int64_t mine_before = block.sum_before(mine, &total);
+  const int mine = static_cast<int>(shared.bins[block.thread()]);
+  int total;
+  const int mine_before = block.sum_before(mine, &total);
   if (mine_before < needed && mine_before + mine >= needed) {
     shared.found = block.thread();
     shared.found_before = mine_before;
     shared.found_mass = mine;
   }
   __syncthreads();
-  *before = shared.found_before;
-  *inside = shared.found_mass;
-  return total < needed ? -1 : shared.found;
+  if (total < needed) return -1;
+  *before = static_cast<int>(shared.found_before);
+  *inside = static_cast<int>(shared.found_mass);
+  return shared.found;
 }
 
 // A bound that at least k of the groups' maxima reach, and so k tokens; few more do. -FLT_MAX where
@@ -154,8 +154,9 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
     const float maximum = maxima[group];
     if (maximum > kNegInf) low = fminf(low, maximum);
   }
-  low = block.min(low);
+  low = block.range(low, high).low;
   int reached = 0;  // how many are above `high`
+#pragma unroll 1
   for (int step = 0; step < 8; ++step) {
     const Bins bins(low, high);
     shared.bins[block.thread()] = 0;
@@ -164,7 +165,7 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
       const float maximum = maxima[group];
       if (maximum >= low && maximum <= high) atomicAdd(&shared.bins[bins.bin(maximum)], 1u);
     }
-    int64_t before, inside;
+    int before, inside;
     const int bin = find_bin(shared, block, k - reached, &before, &inside);
     if (bin < 0) return -kFltMax;
     float smallest = kInf, greatest = kNegInf;
@@ -175,10 +176,11 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
         greatest = fmaxf(greatest, maximum);
       }
     }
-    low = block.min(smallest);
-    high = block.max(greatest);
+    const Range of_bin = block.range(smallest, greatest);
+    low = of_bin.low;
+    high = of_bin.high;
     if (reached + before + inside <= enough || low == high) break;
-    reached += static_cast<int>(before);
+    reached += before;
   }
   return low;
 }
@@ -207,8 +209,8 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima&
       atomicAdd(&shared.bins[bins.bin(z)], static_cast<uint32_t>(ex2_approx(z) * unit));
     }
   }
-  int64_t before, inside;
-  const int bin = find_bin(shared, block, static_cast<int64_t>(needed), &before, &inside);
+  int before, inside;
+  const int bin = find_bin(shared, block, static_cast<int>(needed), &before, &inside);
   if (bin < 0) return false;
   float smallest = kInf;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
@@ -216,7 +218,7 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima&
     const float z = z_of(maximum, task.largest, scale);
     if (z >= start && bins.bin(z) <= bin) smallest = fminf(smallest, maximum);
   }
-  *bound = block.min(smallest);
+  *bound = block.range(smallest, smallest).low;
   return true;
 }
 
