@@ -206,7 +206,8 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
     if (task.wishes.mean) mean = mean_of_groups(shared, block);
     if (top_p < 1.0f) {
       if (!nucleus_bound(shared, block, maxima, top_p, &bound)) {
-        return later || !bracketed ? selection : select_from_bracket<Logits>(shared, block, top_p);
+        if (later || !bracketed) return selection;
+        return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
       }
     } else {
       float z;
@@ -240,9 +241,14 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   int count = kListed + 1;
   if (listed <= kListedGroups) count = list_candidates<Logits>(shared, block, row, listed, bound);
   if (count > kListed) {
-    if (later || !bracketed) return selection;
-    if (task.wishes.total) return select_from_bracket<Logits>(shared, block, top_p);
-    return top_k > 0 || top_p < 1.0f ? selection : select_above<Logits>(shared, block, bound);
+    if (later || !bracketed || top_k > 0) return selection;
+    if (task.wishes.total) {
+      return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
+    }
+    if (top_p >= 1.0f) return select_above<Logits>(shared, block, bound);
+    collect<Logits>(shared, block, bound, bound);
+    const int64_t total = sum_of_masses(shared, block);
+    return select_from_bracket<Logits>(shared, block, top_p, total, bound);
   }
   return filter_list(shared, block, count, task.wishes.total, mean, z_bound);
 }

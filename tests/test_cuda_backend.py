@@ -186,12 +186,15 @@ def test_steps_of_any_number_of_rows_share_scratch(pair: BackendDevice, graphed:
 def test_flat_rows_of_any_scale_go_by_a_bracket(pair: BackendDevice) -> None:
     """Up to 262144 tokens nearly as likely as each other, of which most survive."""
     for vocab in (20_000, 262_144):
-        asked = [(scale, p) for scale in (0.05, 0.3, 2.0) for p in (0.3, 0.8, 0.95)]
-        checked = CheckedTable(pair, vocab, len(asked), penalties=False)
+        asked = [(scale, p, {}) for scale in (0.05, 0.3, 2.0) for p in (0.3, 0.8, 0.95)]
+        asked += [(0.3, 0.9, {"min_p": 0.2}), (0.3, 0.4, {"top_n_sigma": 1.5})]
+        asked += [(1.0, 1.0, {"min_p": 0.01}), (1.0, 0.9, {"frequency_penalty": 1.0})]
+        checked = CheckedTable(pair, vocab, len(asked))
         rng = np.random.default_rng(vocab)
         rows = []
-        for seed, (scale, p) in enumerate(asked):
-            checked.admit(SamplingParams(seed=seed, top_p=p, logprobs=0), slot=seed)
+        for seed, (scale, p, values) in enumerate(asked):
+            params = SamplingParams(seed=seed, top_p=p, logprobs=0, **values)
+            checked.admit(params, [1, 2], [3, 4, 5], slot=seed)
             rows.append(rng.normal(0, scale, vocab).astype(np.float32))
         logits = torch.from_numpy(np.stack(rows)).bfloat16()
         checked.step(logits.to(pair.device), range(len(asked)))

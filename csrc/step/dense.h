@@ -5,17 +5,18 @@
 
 namespace graphed_sampling {
 
-// Between which y the cut of top_p very probably is. The mass below a bound is about `ratio` times
+// Between which y the cut of top_p very probably is, among the tokens that reach `least` and weigh
+// `total`. The mass below a bound is about `ratio` times
 // what evenly spaced groups hold of it. Its standard deviation is at most the root of
 // ratio * mass * (weight at the bound), since no token below the bound weighs more.
 template <class Logits>
-__device__ __noinline__ void bracket_cut(Shared& shared, Block& block, float top_p, float* low,
-                                         float* high) {
+__device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float top_p, int64_t total,
+                                          float least) {
   const Task& task = shared.task;
   const float scale = task.row.scale;
   const int sampled = min(max(128, task.groups / 16), task.groups);
   const float ratio = static_cast<float>(task.groups) / static_cast<float>(sampled);
-  const float budget = static_cast<float>(static_cast<double>(task.total) / kOne) * (1.0f - top_p);
+  const float budget = static_cast<float>(static_cast<double>(total) / kOne) * (1.0f - top_p);
   // Below it not even all tokens weigh the budget.
   float low_z = fminf(lg2_approx(budget / static_cast<float>(task.row.vocab)), -1.0f),
         high_z = 0.0f;
@@ -34,7 +35,7 @@ __device__ __noinline__ void bracket_cut(Shared& shared, Block& block, float top
 #pragma unroll 1
       for (int j = 0; j < kPiece; ++j) {
         const float z = z_of(y[j], task.largest, scale);
-        if (y[j] == kNegInf || z > high_z) continue;
+        if (!(y[j] >= least) || z > high_z) continue;
         // Integers, so that the order of their sums decides nothing.
         const int64_t weight = mass_of(static_cast<double>(ex2_approx(z)));
         if (z >= low_z) {
@@ -63,8 +64,8 @@ __device__ __noinline__ void bracket_cut(Shared& shared, Block& block, float top
     if (low_bin < kBins) low_z = high_z - width * static_cast<float>(low_bin + 1);
     if (high_bin > 0) high_z -= width * static_cast<float>(high_bin);
   }
-  *low = fmaxf(task.largest + low_z / scale, -kFltMax);
-  *high = high_z >= 0.0f ? kInf : task.largest + high_z / scale;
+  return {fmaxf(task.largest + low_z / scale, least),
+          high_z >= 0.0f ? kInf : task.largest + high_z / scale};
 }
 
 // The second pass: the mass of what each group has from `high` on, and a list of what lies between
@@ -137,10 +138,11 @@ __device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
   return block.sum(mass);
 }
 
-// top_p alone, and the draw, of a flat row. Not complete where the bracket turns out not to hold
-// the cut, or more than its list does.
+// top_p, and the draw, of a flat row: of its tokens that reach `least` and weigh `total`. Not
+// complete where the bracket turns out not to hold the cut, or more than its list does.
 template <class Logits>
-__device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& block, float top_p) {
+__device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& block, float top_p,
+                                                      int64_t total, float least) {
   Task& task = shared.task;
   const int thread = block.thread();
   const double largest = static_cast<double>(task.largest);
@@ -149,12 +151,12 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
     return mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
   };
   Selection selection = {};
-  float low, high;
-  bracket_cut<Logits>(shared, block, top_p, &low, &high);
+  const Range bracket = bracket_cut<Logits>(shared, block, top_p, total, least);
+  const float low = bracket.low, high = bracket.high;
   const int64_t above = collect<Logits>(shared, block, low, high);
   const int count = shared.count;
   if (count == 0 || count > kBracketed) return selection;
-  const int64_t target = target_of(top_p, task.total);
+  const int64_t target = target_of(top_p, total);
   const int64_t left = target - sum_of_masses(shared, block);
   if (left <= 0) return selection;
 
