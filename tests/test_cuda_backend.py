@@ -213,13 +213,13 @@ def test_it_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the native library is not loaded" in cuda.unusable(CUDA)
     monkeypatch.setattr(cuda, "_has_kernel", lambda key: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "build_info", lambda: {"architectures": ["90", "100"]})
+    monkeypatch.setattr(cuda, "_architectures", lambda: (90, 100))
     for capability, reason in (
         ((8, 9), "it was built for 90, 100, and the GPU is 8.9"),
         ((9, 0), ""),
         ((12, 0), ""),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        monkeypatch.setattr(cuda, "_capability", lambda _, c=capability: c)
         assert cuda.unusable(CUDA) == reason
 
 

@@ -44,11 +44,23 @@ def unusable(device: torch.device) -> str:
         return ""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    built = build_info()["architectures"]
-    if not any(int(architecture) <= 10 * major + minor for architecture in built):
-        return f"it was built for {', '.join(built)}, and the GPU is {major}.{minor}"
+    major, minor = _capability(device)
+    if not any(architecture <= 10 * major + minor for architecture in _architectures()):
+        built = ", ".join(map(str, _architectures()))
+        return f"it was built for {built}, and the GPU is {major}.{minor}"
     return ""
+
+
+# A step asks whether it may run: neither answer changes.
+@functools.lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _architectures() -> tuple[int, ...]:
+    """What the native library was built for: 90 is compute capability 9.0."""
+    return tuple(int(architecture) for architecture in build_info()["architectures"])
 
 
 def _has_kernel(key: str) -> bool:
