@@ -34,6 +34,7 @@ from helpers import (
     random_row,
     random_words,
 )
+from quick_interpreter import QuickLanguage
 
 from graphed_sampling import (
     RequestTable,
@@ -122,6 +123,17 @@ def test_a_gpu_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(triton, "_capability", lambda device, answer=capability: answer)
         assert triton.unusable(CUDA) == reason
+
+
+def test_the_quick_interpreter_is_triton_s(
+    quick_language: QuickLanguage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that numpy does by itself in these rows has the bits of Triton's own interpreter."""
+    monkeypatch.setattr(quick_language, "checked", 0)
+    names = ("short list, touched", "row of equals, touched", "long list of typical_p")
+    cases = {name: case for name, case in route_cases().items() if name in names}
+    check_routes(BackendDevice("triton", CPU), cases, torch.bfloat16, [])
+    assert quick_language.checked is not None and quick_language.checked > 5000
 
 
 # Memory.
