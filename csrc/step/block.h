@@ -38,6 +38,82 @@ struct Range {
   float low, high;
 };
 
+// The exchanges are functions of their own, not inlined: a row is finished in code that is run
+// once, and waits for its instructions more than for anything else.
+
+// Every warp's word, one after the other, for all threads.
+__device__ inline const uint64_t* exchanged(Exchange* exchange, int turn, uint64_t word) {
+  uint64_t* words = exchange->words[turn];
+  if (threadIdx.x % kWarp == 0) words[threadIdx.x / kWarp] = word;
+  __syncthreads();
+  return words;
+}
+
+__device__ __noinline__ Range exchange_range(Exchange* exchange, int turn, float low, float high) {
+  int low_key = __reduce_min_sync(kAllLanes, key_of(low));
+  int high_key = __reduce_max_sync(kAllLanes, key_of(high));
+  const uint64_t* words = exchanged(exchange, turn,
+                                    static_cast<uint64_t>(static_cast<uint32_t>(low_key)) << 32 |
+                                        static_cast<uint32_t>(high_key));
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    low_key = min(low_key, static_cast<int>(words[i] >> 32));
+    high_key = max(high_key, static_cast<int>(words[i] & 0xFFFFFFFFu));
+  }
+  return {from_key(low_key), from_key(high_key)};
+}
+
+__device__ __noinline__ int64_t exchange_sum(Exchange* exchange, int turn, int64_t value) {
+  const uint64_t* words = exchanged(exchange, turn, static_cast<uint64_t>(sum_of_lanes(value)));
+  uint64_t total = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) total += words[i];
+  return static_cast<int64_t>(total);
+}
+
+__device__ __noinline__ uint64_t exchange_max(Exchange* exchange, int turn, uint64_t value) {
+  const uint64_t* words = exchanged(exchange, turn, max_of_lanes(value));
+  value = words[0];
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) value = words[i] > value ? words[i] : value;
+  return value;
+}
+
+template <class Integer>
+struct Sums {
+  Integer before, total;
+};
+
+__device__ inline int shuffled_up(int value, int step) {
+  return __shfl_up_sync(kAllLanes, value, step);
+}
+__device__ inline int64_t shuffled_up(int64_t value, int step) {
+  return __shfl_up_sync(kAllLanes, static_cast<long long>(value), step);
+}
+
+template <class Integer>
+__device__ __noinline__ Sums<Integer> exchange_sums(Exchange* exchange, int turn, Integer value) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  Integer up_to = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const Integer other = shuffled_up(up_to, step);
+    if (lane >= step) up_to += other;
+  }
+  uint64_t* words = exchange->words[turn];
+  if (lane == kWarp - 1) words[warp] = static_cast<uint64_t>(up_to);
+  __syncthreads();
+  Sums<Integer> sums = {up_to - value, 0};
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    const auto of_warp = static_cast<Integer>(words[i]);
+    if (i < warp) sums.before += of_warp;
+    sums.total += of_warp;
+  }
+  return sums;
+}
+
 struct Block {
   Exchange* exchange;
   int turn;
@@ -46,79 +122,25 @@ struct Block {
   __device__ int warp() const { return static_cast<int>(threadIdx.x) / kWarp; }
   __device__ int thread() const { return static_cast<int>(threadIdx.x); }
 
-  // Every warp's word, one after the other, for all threads.
-  __device__ const uint64_t* exchanged(uint64_t word) {
-    turn ^= 1;
-    uint64_t* words = exchange->words[turn];
-    if (lane() == 0) words[warp()] = word;
-    __syncthreads();
-    return words;
-  }
-
-  // The largest of values that are no NaN.
-  __device__ float max(float value) {
-    int key = __reduce_max_sync(kAllLanes, key_of(value));
-    const uint64_t* words = exchanged(static_cast<uint32_t>(key));
-    for (int i = 0; i < kWarps; ++i) key = ::max(key, static_cast<int>(words[i]));
-    return from_key(key);
-  }
-
-  // The smallest of the lows and the largest of the highs.
+  // Of values that are no NaN: the smallest of the lows and the largest of the highs.
   __device__ Range range(float low, float high) {
-    int low_key = __reduce_min_sync(kAllLanes, key_of(low));
-    int high_key = __reduce_max_sync(kAllLanes, key_of(high));
-    const uint64_t* words = exchanged(static_cast<uint64_t>(static_cast<uint32_t>(low_key)) << 32 |
-                                      static_cast<uint32_t>(high_key));
-    for (int i = 0; i < kWarps; ++i) {
-      low_key = ::min(low_key, static_cast<int>(words[i] >> 32));
-      high_key = ::max(high_key, static_cast<int>(words[i] & 0xFFFFFFFFu));
-    }
-    return {from_key(low_key), from_key(high_key)};
+    return exchange_range(exchange, turn ^= 1, low, high);
   }
+  __device__ float max(float value) { return range(value, value).high; }
+  __device__ float min(float value) { return range(value, value).low; }
 
-  __device__ int64_t sum(int64_t value) {
-    const uint64_t* words = exchanged(static_cast<uint64_t>(sum_of_lanes(value)));
-    uint64_t total = 0;
-    for (int i = 0; i < kWarps; ++i) total += words[i];
-    return static_cast<int64_t>(total);
-  }
+  __device__ int64_t sum(int64_t value) { return exchange_sum(exchange, turn ^= 1, value); }
 
   // The largest, and the smallest, of 64 unsigned bits.
-  __device__ uint64_t max_bits(uint64_t value) {
-    const uint64_t* words = exchanged(max_of_lanes(value));
-    value = words[0];
-    for (int i = 1; i < kWarps; ++i) value = words[i] > value ? words[i] : value;
-    return value;
-  }
+  __device__ uint64_t max_bits(uint64_t value) { return exchange_max(exchange, turn ^= 1, value); }
   __device__ uint64_t min_bits(uint64_t value) { return ~max_bits(~value); }
 
   // The sum of the values of all threads before this one; total: of all of them.
   template <class Integer>
   __device__ Integer sum_before(Integer value, Integer* total) {
-    Integer up_to = value;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const Integer other = shuffled_up(up_to, step);
-      if (lane() >= step) up_to += other;
-    }
-    turn ^= 1;
-    uint64_t* words = exchange->words[turn];
-    if (lane() == kWarp - 1) words[warp()] = static_cast<uint64_t>(up_to);
-    __syncthreads();
-    Integer before = 0, all = 0;
-    for (int i = 0; i < kWarps; ++i) {
-      if (i == warp()) before = all;
-      all += static_cast<Integer>(words[i]);
-    }
-    *total = all;
-    return before + up_to - value;
-  }
-
- private:
-  __device__ static int shuffled_up(int value, int step) {
-    return __shfl_up_sync(kAllLanes, value, step);
-  }
-  __device__ static int64_t shuffled_up(int64_t value, int step) {
-    return __shfl_up_sync(kAllLanes, static_cast<long long>(value), step);
+    const Sums<Integer> sums = exchange_sums(exchange, turn ^= 1, value);
+    *total = sums.total;
+    return sums.before;
   }
 };
 

@@ -154,7 +154,7 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
     const float maximum = maxima[group];
     if (maximum > kNegInf) low = fminf(low, maximum);
   }
-  low = block.range(low, high).low;
+  low = block.min(low);
   int reached = 0;  // how many are above `high`
 #pragma unroll 1
   for (int step = 0; step < 8; ++step) {
@@ -218,7 +218,7 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima&
     const float z = z_of(maximum, task.largest, scale);
     if (z >= start && bins.bin(z) <= bin) smallest = fminf(smallest, maximum);
   }
-  *bound = block.range(smallest, smallest).low;
+  *bound = block.min(smallest);
   return true;
 }
 

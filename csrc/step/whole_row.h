@@ -105,7 +105,7 @@ __device__ __noinline__ double sigma_bound(Shared& shared, Block& block, float n
     smallest = fminf(smallest, y);
   });
   number = block.sum(number);
-  smallest = block.range(smallest, kNegInf).low;
+  smallest = block.min(smallest);
   const double largest = static_cast<double>(task.largest);
   const double spread = fmax(largest - static_cast<double>(smallest), 2.2250738585072014e-308);
   const double all = static_cast<double>(number) * kOne;
@@ -176,7 +176,7 @@ __device__ __noinline__ Kept row_reaching(Shared& shared, Block& block, const Ke
     const double z = (static_cast<double>(y) - static_cast<double>(kept.highest)) * scale;
     if (kept.holds(y, token) && exp2_wide(z) >= bound) lowest = fminf(lowest, y);
   });
-  lowest = block.range(lowest, kNegInf).low;
+  lowest = block.min(lowest);
   return {kept.highest, lowest, lowest > kept.lowest ? task.row.vocab : kept.lowest_id};
 }
 

@@ -7,6 +7,7 @@ used where a test has loaded it.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -60,7 +61,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @functools.cache
 def _architectures() -> tuple[int, ...]:
     """What the native library was built for: 90 is compute capability 9.0."""
-    return tuple(int(architecture) for architecture in build_info()["architectures"])
+    # CMake's names may go on, as in 90-real.
+    numbers = (re.match(r"\d+", name) for name in build_info()["architectures"])
+    return tuple(int(number[0]) for number in numbers if number)
 
 
 def _has_kernel(key: str) -> bool:
