@@ -1,0 +1,459 @@
+"""The backends that work from statistics of groups: every way through a row, every end of a group.
+
+Their kernels differ, and what is hard for them is the same. Without a GPU `triton` runs in Triton's
+interpreter, `cuda` in an emulation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    FLT_MAX,
+    INF,
+    NAN,
+    PLACEMENTS,
+    BackendDevice,
+    CheckedTable,
+    Tally,
+    backend_devices,
+    place,
+    random_bitmask,
+    random_params,
+    random_row,
+    random_words,
+)
+
+from graphed_sampling import (
+    RequestTable,
+    Sampler,
+    SamplingParams,
+    StepOutput,
+    new_output,
+    new_scratch,
+)
+from graphed_sampling.backends import cuda, triton
+
+GROUPED = ("triton", "cuda")
+
+
+@pytest.fixture(params=[p for p in backend_devices() if p.values[0].backend in GROUPED])
+def pair(request: pytest.FixtureRequest) -> BackendDevice:
+    """Each of them wherever it can be used."""
+    value: BackendDevice = request.param
+    return value
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("vocab", [136, 135], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtype_and_layout_change_no_bit(pair: BackendDevice, dtype: str, vocab: int) -> None:
+    """Logits that all dtypes hold exactly, wherever they lie: the same records."""
+    rng = np.random.default_rng(vocab)
+    values = rng.integers(-32, 33, (4, vocab)) / 8
+    params = [
+        SamplingParams(seed=0, logprobs=3, rank=True),
+        SamplingParams(seed=1, top_k=9, top_p=0.8, logprobs=2, logprobs_mode="processed"),
+        SamplingParams(seed=2, typical_p=0.7, frequency_penalty=0.5, logprobs=1),
+        SamplingParams(temperature=0.0, logit_bias={3: 1.5}, logprobs=0),
+    ]
+
+    def record(dtype: torch.dtype, placement: str) -> torch.Tensor:
+        checked = CheckedTable(pair, vocab, len(params), max_logprobs=3)
+        for one in params:
+            checked.admit(one, [1, 2], [3])
+        placed = place(values, pair.device, dtype, placement)
+        host = checked.step(placed.logits, range(len(params)))
+        placed.check_unmodified()
+        return host.record
+
+    expected = record(torch.float32, "contiguous")
+    for placement in PLACEMENTS:
+        assert torch.equal(record(DTYPES[dtype], placement), expected), placement
+
+
+def test_slots_and_words_with_gaps_between_them(pair: BackendDevice) -> None:
+    tables = [RequestTable(3, 50, device=pair.device) for _ in range(2)]
+    records = []
+    for table, gap in zip(tables, (1, 3), strict=True):
+        for seed in range(3):
+            table.admit(SamplingParams(seed=seed, logprobs=0))
+        table.upload()
+        output, scratch = new_output(table, 3), new_scratch(table, pair.backend, 3)
+        slots, words = torch.full((3 * gap,), 99).int(), torch.full((3 * gap,), 99)
+        slots[::gap], words[::gap] = torch.tensor([2, -1, 0]).int(), torch.tensor([-1, 0, 1 << 40])
+        torch.ops.graphed_sampling.sample_step(
+            torch.linspace(-2, 2, 150, device=pair.device).view(3, 50),
+            slots.to(pair.device)[::gap],
+            table.params,
+            table.state,
+            table.tables,
+            output.record,
+            scratch,
+            table.layout.to_ints(),
+            pair.backend,
+            words=words.to(pair.device)[::gap],
+        )
+        records.append(output.record.cpu())
+    assert torch.equal(*records)
+
+
+# Ways through a row.
+
+
+def routes(checked: CheckedTable, rows: int) -> list[str]:
+    """By which kernel of triton, and from what, each row of the last step was finished."""
+    kinds: Any = importlib.import_module("graphed_sampling.backends.triton_kernels.constants")
+    names = {
+        int(getattr(kind, "value", kind)): name
+        for kind, name in (
+            (kinds.DONE, "finish"),
+            (kinds.BY_ROW, "row"),
+            (kinds.BY_LIST, "list"),
+            (kinds.BY_BRACKET, "bracket"),
+            (kinds.BY_SIGMA, "sigma"),
+        )
+    }
+    at = triton._scratch(checked.table.layout)
+    scratch: torch.Tensor = checked.sampler._step._scratch.cpu()
+    by_row = int(getattr(kinds.PLAN_BY_ROW, "value", kinds.PLAN_BY_ROW))
+    found = []
+    for row, kind in enumerate(scratch[rows * at.words :][:rows].tolist()):
+        fell_back = names[kind] != "finish" and scratch[row * at.words + at.plan + by_row]
+        found.append("row" if fell_back else names[kind])
+    return found
+
+
+# Rows that triton goes over as a whole and cuda does not.
+BRACKETED_BY_CUDA = {"row of top_p"}
+
+
+def check_ways(
+    checked: CheckedTable, cases: dict[str, tuple[np.ndarray, dict[str, Any], str]]
+) -> None:
+    """The last step's rows took the stated ways; of cuda, whose block does all: none went over the
+    whole row without need."""
+    expected = {name: way for name, (_, _, way) in cases.items()}
+    if checked.pair.backend == "triton":
+        assert dict(zip(cases, routes(checked, len(cases)), strict=True)) == expected
+        return
+    scratch = checked.sampler._step._scratch
+    by_row = cuda.by_row(scratch, checked.table.layout, len(cases))
+    slow = {name for name, way in expected.items() if way == "row"} - BRACKETED_BY_CUDA
+    assert {name for name, slowly in zip(cases, by_row, strict=True) if slowly} == slow
+
+
+def run_alone(
+    pair: BackendDevice,
+    params: SamplingParams,
+    row: torch.Tensor,
+    prompt: list[int],
+    **options: Any,
+) -> torch.Tensor:
+    """The record of a request that has the batch to itself."""
+    table = RequestTable(1, row.numel(), device=pair.device, **options)
+    slots = torch.tensor([table.admit(params, prompt)], dtype=torch.int32)
+    logits = row[None].to(pair.device)
+    return Sampler(table, pair.backend)(logits, slots).record[0].cpu()
+
+
+def check_routes(
+    pair: BackendDevice,
+    cases: dict[str, tuple[np.ndarray, dict[str, Any], str]],
+    dtype: torch.dtype,
+    alone: Sequence[str],
+) -> None:
+    """All cases in one batch equal the reference and take the stated ways; those that `alone` names
+    give the same bits by themselves."""
+    values = np.stack([row for row, _, _ in cases.values()]).astype(np.float32)
+    logits = torch.from_numpy(values).to(dtype)
+    options = {"max_logprobs": 4}
+    checked = CheckedTable(pair, values.shape[1], len(cases), **options)
+    asked = [
+        SamplingParams(
+            seed=i,
+            logprobs=i % 5,
+            rank=True,
+            logprobs_mode="processed" if i % 2 else "raw",
+            logprob_token_ids=[5, 70],
+            **values,
+        )
+        for i, (_, values, _) in enumerate(cases.values())
+    ]
+    for params in asked:
+        checked.admit(params, [1, 2, 3])
+    host = checked.step(logits.to(pair.device), range(len(cases)))
+    checked.check_state()
+    checked.tally.check()
+    check_ways(checked, cases)
+    for i, name in enumerate(cases):
+        if name in alone:
+            record = run_alone(pair, asked[i], logits[i], [1, 2, 3], **options)
+            assert torch.equal(record, host.record[i]), name
+
+
+def route_cases(vocab: int = 3000) -> dict[str, tuple[np.ndarray, dict[str, Any], str]]:
+    """name -> logits, parameters, way. 3000 tokens are 47 groups, and more than a list holds."""
+    rng = np.random.default_rng(0)
+    wide, plain, narrow = (rng.normal(0, sigma, vocab) for sigma in (2, 1, 0.3))
+    equal, dead = np.full(vocab, 1.5), np.full(vocab, -INF)
+    few = np.where(np.arange(vocab) % 2, -INF, wide)  # 1500 tokens
+    infinite = np.where(np.arange(vocab) % 700 == 5, INF, wide)
+    unknown = np.where(np.arange(vocab) % 3 == 0, NAN, wide)
+    touched = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {9: 2.0}}
+    return {
+        "unfiltered": (wide, {}, "finish"),
+        "unfiltered, touched": (wide, touched, "finish"),
+        "greedy": (wide, {"temperature": 0.0}, "finish"),
+        "short list of top_k": (wide, {"top_k": 20, "top_p": 0.9}, "finish"),
+        "short list, touched": (wide, {"top_k": 20, "top_p": 0.9, **touched}, "finish"),
+        "short list of min_p": (plain, {"min_p": 0.3, "typical_p": 0.8}, "finish"),
+        "short list of a sigma": (plain, {"top_n_sigma": 1.0, "eta_cutoff": 0.02}, "sigma"),
+        "middle list of min_p": (plain, {"min_p": 0.2, "top_p": 0.9}, "finish"),
+        "middle list, touched": (plain, {"min_p": 0.2, "top_k": 99, **touched}, "finish"),
+        "long list of top_p": (wide, {"top_p": 0.5}, "list"),
+        "long list, touched": (wide, {"top_p": 0.5, **touched}, "list"),
+        "long list of min_p": (plain, {"min_p": 0.05, "top_k": 500}, "list"),
+        "long list of typical_p": (wide, {"typical_p": 0.5}, "list"),
+        "long list of epsilon": (plain, {"epsilon_cutoff": 5e-4}, "list"),
+        "long list of a great k": (few, {"top_k": 1300, "top_p": 0.97}, "list"),
+        "row of a great k": (wide, {"top_k": 2000}, "row"),
+        "row of equals": (equal, {"top_k": 50}, "row"),
+        "row of equals, touched": (equal, {"top_k": 50, "top_p": 0.6, **touched}, "row"),
+        "row of top_p": (narrow, {"top_p": 0.99}, "row"),
+        "row of typical_p": (plain, {"typical_p": 0.5}, "row"),
+        "row of eta": (plain, {"eta_cutoff": 1e-3}, "row"),
+        "plus infinity": (infinite, {"top_k": 2}, "row"),
+        "dead": (dead, {"top_k": 2}, "row"),
+        "unknown": (unknown, {"top_k": 12}, "finish"),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_way_through_a_row(pair: BackendDevice, dtype: str) -> None:
+    cases = route_cases()
+    alone = cases if dtype == "fp32" else ()
+    if pair.interpreted and dtype != "fp32":
+        cases = {name: case for name, case in cases.items() if "touched" in name}
+    check_routes(pair, cases, DTYPES[dtype], list(alone))
+
+
+def test_flat_rows_of_a_large_vocabulary(pair: BackendDevice) -> None:
+    """top_p's cut in a bracket that a sample of the row tells, beside rows of other ways."""
+    vocab = 16_500
+    rng = np.random.default_rng(2)
+    flat, other = rng.normal(0, 2, vocab), rng.normal(0, 1, vocab)
+    steep = rng.normal(0, 8, vocab)
+    cases = {
+        "steep": (steep, {"top_p": 0.9}, "finish"),
+        "flat": (flat, {"top_p": 0.95, "temperature": 0.8}, "bracket"),
+        "short": (flat, {"top_k": 20, "top_p": 0.9}, "finish"),
+        "touched": (
+            other,
+            {"top_p": 0.9, "frequency_penalty": 0.5, "logit_bias": {9: 2.0, 77: -INF}},
+            "bracket",
+        ),
+        "greedy": (flat, {"temperature": 0.0}, "finish"),
+    }
+    check_routes(pair, cases, torch.bfloat16, ["flat"])
+
+
+def test_many_flat_rows(pair: BackendDevice) -> None:
+    """More flat rows than programs take tiles of one by one."""
+    rows, vocab = pair.rows(40, 2), 16_500
+    checked = CheckedTable(pair, vocab, rows)
+    for seed in range(rows):
+        checked.admit(SamplingParams(seed=seed, top_p=0.95, temperature=0.8, logprobs=0))
+    rng = np.random.default_rng(4)
+    logits = place(rng.normal(0, 2, (rows, vocab)), pair.device, torch.float32, "padded").logits
+    checked.step(logits, range(rows), words=random_words(rng, rows, 0.1))
+    checked.check_state()
+    checked.tally.check()
+    if pair.backend == "triton":
+        assert routes(checked, rows) == ["bracket"] * rows
+    else:
+        scratch = checked.sampler._step._scratch
+        assert not any(cuda.by_row(scratch, checked.table.layout, rows))
+
+
+def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:
+    """Some hundred candidates all over a row whose vocabulary would allow for a bracket."""
+    vocab = 65_536
+    rng = np.random.default_rng(6)
+    row = rng.normal(-20, 0.5, vocab)
+    row[rng.permutation(vocab)[:480]] = rng.normal(0, 0.1, 480)
+    cases = {
+        "typical_p": (row, {"typical_p": 0.9}, "list"),
+        "eta": (row, {"eta_cutoff": 1e-4}, "list"),
+    }
+    check_routes(pair, cases, torch.float32, [])
+
+
+def test_rows_of_one_tile_more_or_less(pair: BackendDevice) -> None:
+    """Around the sizes at which a row's tiles and groups end."""
+    tally = Tally()
+    for vocab in (63, 64, 65, 2047, 2048, 2049, 4097):
+        rng = np.random.default_rng(vocab)
+        checked = CheckedTable(pair, vocab, 4, max_logprobs=3)
+        last = {"logit_bias": {vocab - 1: 6.0}}
+        for seed, values in enumerate(({}, {"top_k": 7, **last}, {"top_p": 0.8}, {"min_p": 0.2})):
+            checked.admit(SamplingParams(seed=seed, logprobs=3, rank=True, **values))
+        placed = place(rng.normal(0, 3, (4, vocab)), pair.device, torch.bfloat16, "padded")
+        checked.step(placed.logits, range(4), words=random_words(rng, 4, 0.3))
+        tally.add(checked.tally)
+    tally.check(ambiguous=0.3)
+
+
+# What changes single logits.
+
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"typical_p": 0.9},
+)
+
+
+def check_touched(
+    pair: BackendDevice,
+    rows: Sequence[np.ndarray],
+    touches: Sequence[dict[str, Any]],
+    *,
+    bitmask: np.ndarray | None = None,
+    steps: int = 1,
+    output: Sequence[int] = (7, 8),
+) -> StepOutput:
+    """Every touch under every filter, in the interpreter under two, on the rows in turn."""
+    asked = [
+        {**touch, **SAMPLED[(i + j) % len(SAMPLED)]}
+        for i, touch in enumerate(touches)
+        for j in range(0, len(SAMPLED), pair.rows(1, 3))
+    ]
+    vocab = rows[0].size
+    checked = CheckedTable(pair, vocab, len(asked), max_logprobs=4, eos_token_ids=[0])
+    for i, values in enumerate(asked):
+        mode: Any = "processed" if i % 2 else "raw"
+        params = SamplingParams(seed=i, logprobs=i % 4, logprobs_mode=mode, rank=True, **values)
+        checked.admit(params, [1, 2, 100], output)
+    values = np.stack([rows[i % len(rows)] for i in range(len(asked))])
+    mask = None
+    if bitmask is not None:
+        mask = torch.from_numpy(np.tile(bitmask, (len(asked), 1)))
+    for _ in range(steps):
+        host = checked.step(place(values, pair.device).logits, range(len(asked)), bitmask=mask)
+    checked.check_state()
+    checked.tally.check()
+    return host
+
+
+def peaks(vocab: int = 300) -> np.ndarray:
+    """A row whose largest logits lie in its first, its second and its last group of 64."""
+    row = np.random.default_rng(1).normal(0, 1, vocab).astype(np.float32)
+    row[[10, 100, vocab - 2]] = [9.0, 8.5, 8.0]
+    return row
+
+
+def test_bias_and_bans_of_the_largest_logits(pair: BackendDevice) -> None:
+    touches: list[dict[str, Any]] = [
+        {"logit_bias": {5: 20.0}},  # a token of no account becomes the largest
+        {"logit_bias": {10: -INF}},
+        {"logit_bias": {10: -30.0, 100: -30.0, 298: -30.0}},
+        {"logit_bias": {11: 3.5, 12: 3.5, 13: -INF, 10: -0.5}},  # one group's
+        {"logit_bias": {299: 9.0, 64: 9.0, 63: 9.0}},  # the ends of groups and of the row
+        {"logit_bias": {298: FLT_MAX, 10: -FLT_MAX}},
+        {"bad_words_ids": [[10], [100]]},
+        {"bad_words_ids": [[7, 8, 10], [8, 100], [9, 298]]},
+        {"min_tokens": 9, "stop_token_ids": [10, 100]},
+        {"logit_bias": {10: 2.0}, "bad_words_ids": [[10]], "frequency_penalty": 1.0},
+    ]
+    check_touched(pair, [peaks()], touches)
+
+
+def test_every_token_of_a_group_is_banned(pair: BackendDevice) -> None:
+    ids = [i for i in range(300) if not 64 <= i < 128 and i not in (10, 298)]
+    none_left = dict.fromkeys((0, 1, 2, 3), -INF)
+    touches: list[dict[str, Any]] = [
+        {"allowed_token_ids": ids},
+        {"allowed_token_ids": [10], "logit_bias": {10: -INF}},
+        {"allowed_token_ids": [0, 1, 2, 3], "logit_bias": none_left},
+    ]
+    check_touched(pair, [peaks()], touches)
+
+
+def test_unusual_logits_beside_everything_that_touches_them(pair: BackendDevice) -> None:
+    """NaN and +inf in groups with biases, penalties, bans and masks."""
+    nans, one, several = (peaks() for _ in range(3))
+    nans[[9, 10, 101, 250]] = NAN
+    one[10] = INF
+    several[[10, 11, 100, 299]] = INF
+    several[[12, 102]] = NAN
+    rows = [nans, one, several]
+    touches: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {10: -INF, 9: 4.0}},
+        {"logit_bias": {10: -5.0, 11: 2.0, 100: -INF, 299: -INF}},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+        {"bad_words_ids": [[10], [8, 11]], "logit_bias": {250: 8.0}},
+        {"allowed_token_ids": [9, 10, 99, 101, 250]},
+        {"allowed_token_ids": [9, 101], "frequency_penalty": 1.0},
+    ]
+    check_touched(pair, rows, touches)
+    mask = np.full(10, -1, np.int32)
+    mask[0] ^= 1 << 10
+    check_touched(pair, rows, touches[::2], bitmask=mask)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_grammar_allowed_ids_and_penalties_at_once(pair: BackendDevice, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vocab, rows = 300, 5
+    checked = CheckedTable(pair, vocab, rows, max_logprobs=5, eos_token_ids=[0])
+    for _ in range(rows):
+        output = [int(i) for i in rng.integers(0, vocab, 5)]
+        params = random_params(rng, vocab, output, rate=0.6)
+        checked.admit(params, [int(i) for i in rng.integers(0, vocab, 20)], output)
+    for kind in ("zipf", "ties"):
+        values = np.stack([random_row(rng, vocab, kind) for _ in range(rows)])
+        mask = random_bitmask(rng, rows, vocab)
+        placed = place(values, pair.device, torch.bfloat16, "padded-strided-unaligned")
+        checked.step(placed.logits, range(rows), bitmask=mask, words=random_words(rng, rows))
+        placed.check_unmodified()
+    checked.check_state()
+    checked.tally.check()
+
+
+# Logprobs.
+
+
+def test_top_logprobs_of_more_equals_than_are_listed(pair: BackendDevice) -> None:
+    """The lowest ids of the equals, however many there are, and wherever the larger ones lie."""
+    vocab, most = 3000, 40
+    rng = np.random.default_rng(5)
+    equal = np.zeros(vocab, np.float32)
+    stairs = np.floor(np.arange(vocab) / 300).astype(np.float32)  # the largest are the last 300
+    sparse = np.full(vocab, -INF, np.float32)
+    sparse[rng.permutation(vocab)[:30]] = 1.0
+    peaked = equal.copy()
+    peaked[[2999, 1500, 7]] = [3.0, 2.0, 2.0]
+    rows = [equal, stairs, sparse, peaked]
+    checked = CheckedTable(pair, vocab, 2 * len(rows), max_logprobs=most)
+    asked: list[dict[str, Any]] = [{}, {"top_k": 35}]
+    values = []
+    for i, (row, filters) in enumerate((r, f) for r in rows for f in asked):
+        mode: Any = "processed" if filters else "raw"
+        checked.admit(SamplingParams(seed=i, logprobs=most, logprobs_mode=mode, **filters))
+        values.append(row)
+    host = checked.step(place(np.stack(values), pair.device).logits, range(len(values)))
+    assert host.top_token_ids[0].tolist() == list(range(most))
+    assert host.top_token_ids[2].tolist() == list(range(2700, 2700 + most))
+    assert host.top_token_ids[6, :5].tolist() == [2999, 7, 1500, 0, 1]
+    checked.tally.check()
