@@ -17,7 +17,7 @@ namespace {
 // rows. Fewer, which read more each, wait less often for each other.
 constexpr int64_t kTargetBlocks = 512;
 // So many rows leave the memory system idle: one that was read for nothing costs nobody anything.
-constexpr unsigned kFewRows = 8;
+constexpr int kFewRows = 8;
 
 GS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -257,7 +257,7 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
 template <class Logits>
 __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) {
   Task& task = shared.task;
-  const int index = static_cast<int>(blockIdx.y), slot = task.slot;
+  const int index = task.index, slot = task.slot;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
   Block block = {&shared.exchange, 0};
   const int32_t* params = task.row.params;
@@ -357,14 +357,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   __shared__ Shared shared;
   grid_dependency_wait();
   grid_dependency_launch();
-  const int index = static_cast<int>(blockIdx.y);
+  const auto blocks = static_cast<unsigned>(a.blocks_of_row);
+  const int index = static_cast<int>(blockIdx.x / blocks);
+  const unsigned part = blockIdx.x % blocks;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
   const int given_slot = a.slots[index];
   const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
   // Of few rows the logits are asked for before it is known whether the row has a slot.
-  const bool early = gridDim.y <= kFewRows;
+  const bool early = a.rows <= kFewRows;
   if (!early && !has_slot) {
-    if (blockIdx.x == 0) write_idle(a.layout, out, nullptr);
+    if (part == 0) write_idle(a.layout, out, nullptr);
     return;
   }
 
@@ -378,8 +380,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   // A block's tiles lie side by side, its warps take them in turns.
   const int tiles = scratch.groups / kGroupsOfTile;
-  const int tiles_of_block = ceil_div(tiles, static_cast<int>(gridDim.x));
-  const int first_tile = static_cast<int>(blockIdx.x) * tiles_of_block;
+  const int tiles_of_block = ceil_div(tiles, a.blocks_of_row);
+  const int first_tile = static_cast<int>(part) * tiles_of_block;
   const int end_tile = min(first_tile + tiles_of_block, tiles);
   const int tile = first_tile + warp;
   const int whole = source.aligned ? a.layout.vocab_size / kTile : 0;
@@ -388,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     ahead = load_packs<Logits, Logits::kPiecesAhead>(source, tile, lane, 0);
   }
   if (!has_slot) {
-    if (blockIdx.x == 0) write_idle(a.layout, out, nullptr);
+    if (part == 0) write_idle(a.layout, out, nullptr);
     return;
   }
   const int slot = given_slot;
@@ -400,9 +402,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int flags = params[kParamFlags];
   const bool admitted = (flags & kAdmitted) != 0;
   if (!admitted || state[kStateFinishReason] != 0) {
-    if (blockIdx.x == 0) write_idle(a.layout, out, admitted ? state : nullptr);
+    if (part == 0) write_idle(a.layout, out, admitted ? state : nullptr);
     // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it.
-    if (gridDim.x > 1 && threadIdx.x == 0) atomicInc(ticket, gridDim.x - 1);
+    if (blocks > 1 && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
     return;
   }
   float* statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
@@ -421,6 +423,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     task.by_row = row_scratch + ScratchLayout::kByRow;
     task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
     task.groups = scratch.groups;
+    task.index = index;
     task.slot = slot;
   }
   __syncthreads();
@@ -434,11 +437,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   __syncthreads();
-  if (gridDim.x > 1) {
+  if (blocks > 1) {
     if (threadIdx.x == 0) {
       __threadfence();
       // The last one leaves 0 for the next step.
-      shared.is_last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1 ? 1 : 0;
+      shared.is_last = atomicInc(ticket, blocks - 1) == blocks - 1 ? 1 : 0;
       __threadfence();
     }
     __syncthreads();
@@ -458,10 +461,12 @@ cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic
   // How many blocks read a row is free: it changes no result.
   const int tiles = ceil_div(arguments.layout.vocab_size, kTile);
   const int64_t wanted = (kTargetBlocks + arguments.rows - 1) / arguments.rows;
-  const int blocks = static_cast<int>(std::min<int64_t>(wanted, ceil_div(tiles, kWarps)));
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(arguments.rows));
+  StepArguments chosen = arguments;
+  chosen.blocks_of_row = static_cast<int>(std::min<int64_t>(wanted, ceil_div(tiles, kWarps)));
+  // Blocks of a row lie side by side, so that rows are through one after the other.
+  const dim3 grid(static_cast<unsigned>(int64_t{arguments.rows} * chosen.blocks_of_row));
   const auto launch = [&](void (*kernel)(StepArguments)) {
-    return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, arguments);
+    return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, chosen);
   };
   switch (arguments.logits_type) {
     case LogitsType::kFloat32:

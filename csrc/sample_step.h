@@ -17,6 +17,7 @@ struct StepArguments {
   int64_t logits_stride;
   LogitsType logits_type;
   int rows;
+  int blocks_of_row;  // the launcher chooses it
   const int32_t* slots;
   const int32_t* params;
   int32_t* state;
@@ -34,7 +35,7 @@ struct StepArguments {
 // first step; a step leaves it as the next one needs it.
 int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows);
 
-// Enqueues one step of 1 to 65535 rows. Returns the launch's error. Does not synchronise or
+// Enqueues one step of 1 to 2**24 rows. Returns the launch's error. Does not synchronise or
 // allocate, so it can be captured. programmatic: the step may begin while the kernel before it
 // ends (programmatic dependent launch; compute capability 9.0).
 cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,

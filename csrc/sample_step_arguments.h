@@ -32,8 +32,8 @@ inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, c
                       (logits.stride(1) == 1 || logits.size(1) == 1),
                   "cuda_step: logits must be [n, >= vocab_size], the last dimension contiguous");
   const int64_t rows = logits.size(0);
-  STD_TORCH_CHECK(rows >= 1 && rows <= 65535, "cuda_step: there are ", rows,
-                  " rows; it takes 1 to 65535");
+  STD_TORCH_CHECK(rows >= 1 && rows <= int64_t{1} << 24, "cuda_step: there are ", rows,
+                  " rows; it takes 1 to 2**24");
   switch (logits.scalar_type()) {
     case ScalarType::Float:
       a.logits_type = LogitsType::kFloat32;

@@ -203,6 +203,20 @@ def test_flat_rows_of_any_scale_go_by_a_bracket(pair: BackendDevice) -> None:
         assert not any(cuda.by_row(scratch, checked.table.layout, len(asked))), vocab
 
 
+def test_more_rows_than_a_grid_has_in_its_second_dimension(pair: BackendDevice) -> None:
+    rows, vocab = 66_000, 5
+    table = RequestTable(rows, vocab, device=pair.device, penalties=False, max_logprobs=0)
+    slots = torch.full((rows,), -1, dtype=torch.int32)
+    slots[-2:] = torch.tensor(
+        [table.admit(SamplingParams(temperature=0.0)) for _ in range(2)]
+    ).int()
+    logits = torch.zeros(rows, vocab, device=pair.device)
+    logits[-2:, 3] = 1.0
+    tokens = Sampler(table, pair.backend)(logits, slots).token_ids.cpu()
+    assert tokens[-2:].tolist() == [3, 3]
+    assert (tokens[:-2] == -1).all()
+
+
 # Where it can be used.
 
 

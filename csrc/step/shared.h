@@ -26,7 +26,7 @@ struct Task {
   int32_t* bracket_ids;
   int32_t* by_row;
   int groups;
-  int slot;
+  int index, slot;
   float largest;      // of y, once it is known
   int64_t total;      // mass of y at the row's temperature, where that is wanted
   int64_t raw_total;  // mass of the logits; -1 where it is still to be found out
