@@ -5,11 +5,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 # The CUDA kernels for the CPU. Without a compiler their tests skip themselves.
 EMULATED := $(if $(shell command -v $(CXX) 2> /dev/null),tests/_emulated.so)
+# Tests of other backends are left out, and files in which the kernel does nothing that it does not
+# do in these.
+RACES := $(addprefix tests/test_,$(addsuffix .py,emulation cuda_backend ways_through_a_row \
+  contract contract_fuzz graph))
 
-.PHONY: setup test demo lint format bench wheel clean
+.PHONY: setup test races demo lint format bench wheel clean
 
 setup: .venv/ready .venv/lint $(EMULATED)
 test: .venv/ready $(EMULATED) ; $(BIN)/python -m pytest -q
+races: .venv/ready tests/_emulated_races.so
+	PYTHONPATH=tests GRAPHED_SAMPLING_EMULATION=_emulated_races.so \
+	  $(BIN)/python -m pytest -q -p races -k "cuda-cpu or selftest" $(RACES)
 demo: .venv/ready ; $(BIN)/graphed-sampling demo
 bench: .venv/ready
 	$(BIN)/python bench/bench_host.py
@@ -33,7 +40,7 @@ wheel: .venv/ready
 # The environment stays, but the next target installs the package anew.
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .venv/ready
-	rm -f graphed_sampling/_C.so graphed_sampling/_build.json tests/_emulated.so
+	rm -f graphed_sampling/_C.so graphed_sampling/_build.json tests/_emulated*.so
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -48,13 +55,27 @@ clean:
 	touch $@
 
 # Definitions and libraries as in CMakeLists.txt. No contraction: nvcc has -fmad=false.
+EMULATION_TORCH = torch=$$($(BIN)/python -c 'import torch; print(torch.__path__[0])')
+EMULATION_FLAGS = -std=c++20 -ffp-contract=off -fno-strict-aliasing -fPIC \
+  -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas \
+  -DTORCH_TARGET_VERSION=0x020a000000000000 -Icsrc -isystem $$torch/include
+EMULATION_LIBRARIES = -L$$torch/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -Wl,-z,defs
+
 tests/_emulated.so: $(wildcard csrc/*.* csrc/*/*.*) .venv/packages
-	torch=$$($(BIN)/python -c 'import torch; print(torch.__path__[0])') && \
-	$(CXX) -std=c++20 -O2 -ffp-contract=off -fno-strict-aliasing -fPIC -shared \
-	  -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas \
-	  -DTORCH_TARGET_VERSION=0x020a000000000000 -Icsrc -isystem $$torch/include \
-	  $(wildcard csrc/emulation/*.cpp) -o $@ \
-	  -L$$torch/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -Wl,-z,defs
+	$(EMULATION_TORCH) && \
+	$(CXX) $(EMULATION_FLAGS) -O2 -shared \
+	  csrc/emulation/emulation.cpp csrc/emulation/kernels.cpp -o $@ $(EMULATION_LIBRARIES)
+
+# What looks for data races. races.cpp takes the place of the sanitizer's own library, so only the
+# kernels are compiled for it. They come last: what both have of the standard library must be the
+# other files', which is not watched.
+tests/_emulated_races.so: $(wildcard csrc/*.* csrc/*/*.*) .venv/packages
+	$(EMULATION_TORCH) && \
+	$(CXX) $(EMULATION_FLAGS) -O1 -g -fsanitize=thread -DGRAPHED_SAMPLING_RACES \
+	  -c csrc/emulation/kernels.cpp -o $(@:.so=.o) && \
+	$(CXX) $(EMULATION_FLAGS) -O2 -DGRAPHED_SAMPLING_RACES -shared csrc/emulation/emulation.cpp \
+	  csrc/emulation/races.cpp $(@:.so=.o) -o $@ $(EMULATION_LIBRARIES)
+	rm $(@:.so=.o)
 
 .venv/lint: requirements/lint.txt | .venv/bin/python
 	$(PIP) -r $<

@@ -32,7 +32,7 @@ from graphed_sampling.layout import State
 from graphed_sampling.reference import RowResult, raw_logprobs, sample_row
 from graphed_sampling.testing import chi_square, spaced_words
 
-EMULATED = Path(os.environ.get("GRAPHED_SAMPLING_EMULATION", Path(__file__).with_name("_emulated.so")))
+EMULATED = Path(__file__).parent / os.getenv("GRAPHED_SAMPLING_EMULATION", "_emulated.so")
 if not torch.cuda.is_available() and EMULATED.exists():
     # Without a GPU the kernels of the cuda backend run in an emulation, on the CPU.
     torch.ops.load_library(str(EMULATED))

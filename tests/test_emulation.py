@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  the library takes torch's symbols from the process
-
-LIBRARY = Path(__file__).with_name("_emulated.so")
+from helpers import EMULATED
 
 
 @pytest.fixture(scope="module")
 def emulated() -> ctypes.CDLL:
-    if not LIBRARY.exists():
-        pytest.skip(f"{LIBRARY.name} was not built: `make tests/{LIBRARY.name}`")
-    library = ctypes.CDLL(str(LIBRARY))
+    if not EMULATED.exists():
+        pytest.skip(f"{EMULATED.name} was not built: `make tests/{EMULATED.name}`")
+    library = ctypes.CDLL(str(EMULATED))
     library.graphed_sampling_emulation_set_order.argtypes = [ctypes.c_uint64]
     library.graphed_sampling_emulation_set_order.restype = None
     library.graphed_sampling_emulation_selftest.argtypes = [ctypes.c_char_p, ctypes.c_int]

@@ -244,6 +244,7 @@ void finish_barrier() {
                    : barrier.kind == Collective::kSyncThreadsAnd ? barrier.count == barrier.arrived
                                                                  : barrier.count != 0;
   barrier.arrived = barrier.count = 0;
+  races::meet_at_barrier();
   for (int i = 0; i < warp_count; ++i) {
     warps[i].ready |= warps[i].at_barrier;
     warps[i].at_barrier = 0;
@@ -531,6 +532,9 @@ uint64_t wait_for_warp(Collective kind, uint32_t mask, uint64_t value, int bytes
   group.arrived |= bit;
   if (group.arrived == mask) {
     finish_group(group);
+    if (kind == Collective::kSyncWarp) {
+      races::meet_at_syncwarp(static_cast<int>(warp - warps), mask);
+    }
     group = warp->groups[--warp->group_count];
     warp->ready |= mask & ~bit;
   } else {
@@ -578,6 +582,7 @@ cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim
     return last_error = cudaErrorInvalidValue;
   }
   shared_start = shared.end(0) - (dynamic_shared_bytes + 15) / 16 * 16;
+  races::start_launch(stacks.begin(0), stacks.end(kMaxThreads - 1), shared_start, shared.end(0));
   kernel_invoke = invoke;
   kernel_closure = closure;
   thread_count = threads;
@@ -599,9 +604,12 @@ cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim
                 static_cast<unsigned>(block / grid.x % grid.y),
                 static_cast<unsigned>(block / grid.x / grid.y)};
     std::fill(shared_start, shared.end(0), std::byte{0xFF});
+    races::start_block();
     try {
       run_block(stacks);
+      races::end_block();
     } catch (const std::runtime_error& error) {
+      races::end_block();
       std::ostringstream text;
       text << "kernel block (" << blockIdx.x << ", " << blockIdx.y << ", " << blockIdx.z << "): ";
       throw std::runtime_error(text.str() + error.what());

@@ -10,11 +10,12 @@
 //   - collectives that CUDA leaves undefined: threads that never come, masks that disagree, lanes
 //     that have exited (CUDA would overlook those) raise std::runtime_error.
 //
-// What it cannot show: races between two collectives that come out right in either order, blocks
-// that run side by side (a kernel that spins on what another block writes never returns), the
-// order of memory operations, and times. A float out of an integer's range must be converted by
-// __float2int_rz() and its like, which saturate: a cast is undefined in C++. PTX, <<<>>>,
-// `extern __shared__`, cooperative groups and textures are not there: see common/device.h.
+// What it cannot show: races between two collectives that come out right in either order (races.cpp
+// does, in a build of its own), blocks that run side by side (a kernel that spins on what another
+// block writes never returns), the order of memory operations, and times. A float out of an
+// integer's range must be converted by __float2int_rz() and its like, which saturate: a cast is
+// undefined in C++. PTX, <<<>>>, `extern __shared__`, cooperative groups and textures are not
+// there: see common/device.h.
 #pragma once
 
 #ifdef __CUDACC__
@@ -50,6 +51,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "races.h"
 
 #define __global__
 #define __device__
@@ -365,28 +368,35 @@ inline void __threadfence_system() {}
 // Memory. Nothing runs beside a fiber, so every access is atomic. The types are CUDA's: uint64_t is
 // unsigned long, which atomics do not take.
 
-#define EMULATED_ATOMIC(name, type, result)     \
-  inline type name(type* address, type value) { \
-    const type old = *address;                  \
-    *address = result;                          \
-    return old;                                 \
-  }                                             \
-  inline type name##_block(type* address, type value) { return name(address, value); }
+#ifdef GRAPHED_SAMPLING_RACES
+#define EMULATED_ACCESS __forceinline__  // so that races are at lines of the kernel
+#else
+#define EMULATED_ACCESS inline
+#endif
+#define EMULATED_ATOMIC(name, type, result)                                 \
+  EMULATED_ACCESS type name(type* address, type value) {                    \
+    const emulation::races::Accesses here(emulation::races::Kind::kAtomic); \
+    const type old = *address;                                              \
+    *address = result;                                                      \
+    return old;                                                             \
+  }                                                                         \
+  EMULATED_ACCESS type name##_block(type* address, type value) { return name(address, value); }
 #define EMULATED_ATOMICS(type, wide)                                                    \
   EMULATED_ATOMIC(atomicAdd, type,                                                      \
                   static_cast<type>(static_cast<wide>(old) + static_cast<wide>(value))) \
   EMULATED_ATOMIC(atomicExch, type, value)
-#define EMULATED_INTEGER_ATOMICS(type, wide)                        \
-  EMULATED_ATOMICS(type, wide)                                      \
-  EMULATED_ATOMIC(atomicMin, type, value < old ? value : old)       \
-  EMULATED_ATOMIC(atomicMax, type, value > old ? value : old)       \
-  EMULATED_ATOMIC(atomicAnd, type, old& value)                      \
-  EMULATED_ATOMIC(atomicOr, type, old | value)                      \
-  EMULATED_ATOMIC(atomicXor, type, old ^ value)                     \
-  inline type atomicCAS(type* address, type expected, type value) { \
-    const type old = *address;                                      \
-    if (old == expected) *address = value;                          \
-    return old;                                                     \
+#define EMULATED_INTEGER_ATOMICS(type, wide)                                 \
+  EMULATED_ATOMICS(type, wide)                                               \
+  EMULATED_ATOMIC(atomicMin, type, value < old ? value : old)                \
+  EMULATED_ATOMIC(atomicMax, type, value > old ? value : old)                \
+  EMULATED_ATOMIC(atomicAnd, type, old& value)                               \
+  EMULATED_ATOMIC(atomicOr, type, old | value)                               \
+  EMULATED_ATOMIC(atomicXor, type, old ^ value)                              \
+  EMULATED_ACCESS type atomicCAS(type* address, type expected, type value) { \
+    const emulation::races::Accesses here(emulation::races::Kind::kAtomic);  \
+    const type old = *address;                                               \
+    if (old == expected) *address = value;                                   \
+    return old;                                                              \
   }
 EMULATED_INTEGER_ATOMICS(int, unsigned)
 EMULATED_INTEGER_ATOMICS(unsigned, unsigned)
@@ -404,28 +414,30 @@ EMULATED_ATOMIC(atomicMax, long long, value > old ? value : old)
 #undef EMULATED_ATOMICS
 #undef EMULATED_ATOMIC
 
-#define EMULATED_LOAD(name)  \
-  template <class T>         \
-  T name(const T* address) { \
-    return *address;         \
+#define EMULATED_LOAD(name, kind)                                        \
+  template <class T>                                                     \
+  EMULATED_ACCESS T name(const T* address) {                             \
+    const emulation::races::Accesses here(emulation::races::Kind::kind); \
+    return *address;                                                     \
   }
-#define EMULATED_STORE(name)                             \
-  template <class T>                                     \
-  void name(T* address, std::type_identity_t<T> value) { \
-    *address = value;                                    \
+#define EMULATED_STORE(name)                                             \
+  template <class T>                                                     \
+  EMULATED_ACCESS void name(T* address, std::type_identity_t<T> value) { \
+    *address = value;                                                    \
   }
-EMULATED_LOAD(__ldg)
-EMULATED_LOAD(__ldca)
-EMULATED_LOAD(__ldcg)
-EMULATED_LOAD(__ldcs)
-EMULATED_LOAD(__ldcv)
-EMULATED_LOAD(__ldlu)
+EMULATED_LOAD(__ldg, kConstant)
+EMULATED_LOAD(__ldca, kPlain)
+EMULATED_LOAD(__ldcg, kCoherent)
+EMULATED_LOAD(__ldcs, kPlain)
+EMULATED_LOAD(__ldcv, kCoherent)
+EMULATED_LOAD(__ldlu, kPlain)
 EMULATED_STORE(__stwb)
 EMULATED_STORE(__stcg)
 EMULATED_STORE(__stcs)
 EMULATED_STORE(__stwt)
 #undef EMULATED_LOAD
 #undef EMULATED_STORE
+#undef EMULATED_ACCESS
 
 // Integers.
 

@@ -9,6 +9,9 @@
 #include "../sample_step.cu"
 #include "../sample_step_arguments.h"
 #include "selftest.h"
+#ifdef GRAPHED_SAMPLING_RACES
+#include "races_selftest.h"
+#endif
 
 namespace graphed_sampling {
 namespace {
@@ -39,12 +42,26 @@ EXPORTED void graphed_sampling_emulation_set_order(uint64_t seed) { emulation::s
 EXPORTED int graphed_sampling_emulation_selftest(char* message, int size) {
   try {
     graphed_sampling::selftest::check_everything();
+#ifdef GRAPHED_SAMPLING_RACES
+    graphed_sampling::selftest::check_races();
+#endif
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(message, static_cast<size_t>(size), "%s", error.what());
     return 1;
   }
 }
+
+#ifdef GRAPHED_SAMPLING_RACES
+// The number of races since the last call; in `report` a line each, as far as they fit.
+EXPORTED int graphed_sampling_emulation_races(char* report, int size) {
+  const std::vector<std::string> races = emulation::races::take();
+  std::string text;
+  for (const std::string& race : races) text += race + '\n';
+  std::snprintf(report, static_cast<size_t>(size), "%s", text.c_str());
+  return static_cast<int>(races.size());
+}
+#endif
 
 // Seconds for a block of 256 threads with 1000 shuffles and 100 barriers.
 EXPORTED double graphed_sampling_emulation_speed() {

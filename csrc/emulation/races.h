@@ -1,0 +1,60 @@
+// What tells the detector of data races (races.cpp) what the emulator does. Without
+// GRAPHED_SAMPLING_RACES nothing here does anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace emulation::races {
+
+// How an access is meant, which its address does not tell.
+enum class Kind : uint8_t {
+  kPlain,
+  kAtomic,
+  kCoherent,  // a load from where all multiprocessors see the same
+  kConstant,  // a load that promises that nothing of the launch writes there
+};
+
+#ifdef GRAPHED_SAMPLING_RACES
+
+// Stacks belong to their fibers, so accesses to them are nobody else's business.
+void start_launch(const std::byte* stacks_begin, const std::byte* stacks_end,
+                  const std::byte* dynamic_shared_begin, const std::byte* dynamic_shared_end);
+// Accesses count between these two.
+void start_block();
+void end_block();
+// All threads of the block have come, or have ended.
+void meet_at_barrier();
+// The lanes of the mask have.
+void meet_at_syncwarp(int warp, uint32_t mask);
+
+// The races found since the last call, each pair of places in the code once. An address of the
+// code is written +0x1234: for `addr2line` with this library.
+std::vector<std::string> take();
+
+void set_kind(Kind kind);
+
+#else
+
+inline void start_launch(const std::byte*, const std::byte*, const std::byte*, const std::byte*) {}
+inline void start_block() {}
+inline void end_block() {}
+inline void meet_at_barrier() {}
+inline void meet_at_syncwarp(int, uint32_t) {}
+inline void set_kind(Kind) {}
+
+#endif
+
+// The accesses while it lives are of that kind. set_kind() lies in a file of its own, lest the
+// kind itself look like memory of the kernel's.
+class Accesses {
+ public:
+  explicit Accesses(Kind kind) { set_kind(kind); }
+  ~Accesses() { set_kind(Kind::kPlain); }
+  Accesses(const Accesses&) = delete;
+  Accesses& operator=(const Accesses&) = delete;
+};
+
+}  // namespace emulation::races
