@@ -10,7 +10,15 @@
 
 namespace graphed_sampling {
 
-inline const int32_t* int32_words(const Tensor& tensor, const char* name, int64_t count) {
+inline void check_place(const Tensor& tensor, const char* name, const Tensor& logits) {
+  STD_TORCH_CHECK(tensor.is_cuda() == logits.is_cuda() && tensor.is_cpu() == logits.is_cpu() &&
+                      tensor.get_device_index() == logits.get_device_index(),
+                  "cuda_step: ", name, " and logits are on different devices");
+}
+
+inline const int32_t* int32_words(const Tensor& tensor, const char* name, int64_t count,
+                                  const Tensor& logits) {
+  check_place(tensor, name, logits);
   STD_TORCH_CHECK(
       tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() && tensor.numel() >= count,
       "cuda_step: ", name, " must be contiguous int32 of at least ", count, " words");
@@ -25,6 +33,17 @@ inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, c
                                     const std::optional<Tensor>& given) {
   STD_TORCH_CHECK(layout.size() == TableLayout::kInts, "cuda_step: layout has ", layout.size(),
                   " numbers");
+  // With these bounds no offset into a record leaves 32 bits.
+  constexpr int64_t kMostTokens = int64_t{1} << 22, kMostEntries = int64_t{1} << 20,
+                    kMostRequests = int64_t{1} << 24;
+  STD_TORCH_CHECK(layout[0] >= 1 && layout[0] <= kMostTokens,
+                  "cuda_step: layout has a vocabulary of ", layout[0], " tokens");
+  for (size_t i = 1; i < layout.size(); ++i) {
+    STD_TORCH_CHECK(layout[i] >= 0 && layout[i] <= (i == 1 ? kMostRequests : kMostEntries),
+                    "cuda_step: layout[", i, "] is ", layout[i]);
+  }
+  STD_TORCH_CHECK(layout[5] * layout[6] <= kMostEntries, "cuda_step: layout has ", layout[5],
+                  " bad words of ", layout[6], " tokens");
   const auto size = [&](size_t i) { return static_cast<int>(layout[i]); };
   StepArguments a = {};
   a.layout = {size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7), size(8)};
@@ -50,28 +69,34 @@ inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, c
   a.logits_stride = rows > 1 ? logits.stride(0) : logits.size(1);
   a.rows = static_cast<int>(rows);
   const int64_t table_rows = a.layout.rows();
-  a.slots = int32_words(slots, "slots", rows);
-  a.params = int32_words(params, "params", table_rows * a.layout.params_words());
-  a.state = const_cast<int32_t*>(int32_words(state, "state", table_rows * a.layout.state_words()));
-  a.tables = const_cast<int32_t*>(int32_words(tables, "tables", a.layout.tables_words()));
-  a.output = const_cast<int32_t*>(int32_words(output, "output", rows * a.layout.output_words()));
+  a.slots = int32_words(slots, "slots", rows, logits);
+  a.params = int32_words(params, "params", table_rows * a.layout.params_words(), logits);
+  a.state = const_cast<int32_t*>(
+      int32_words(state, "state", table_rows * a.layout.state_words(), logits));
+  a.tables = const_cast<int32_t*>(int32_words(tables, "tables", a.layout.tables_words(), logits));
+  a.output =
+      const_cast<int32_t*>(int32_words(output, "output", rows * a.layout.output_words(), logits));
   a.scratch = const_cast<int32_t*>(
-      int32_words(scratch, "scratch", sample_step_scratch_words(a.layout, rows)));
+      int32_words(scratch, "scratch", sample_step_scratch_words(a.layout, rows), logits));
   if (grammar_bitmask.has_value()) {
-    STD_TORCH_CHECK(
-        grammar_bitmask->scalar_type() == ScalarType::Int && grammar_bitmask->dim() == 2 &&
-            grammar_bitmask->size(0) == rows && grammar_bitmask->size(1) >= a.layout.bitmap_words(),
-        "cuda_step: grammar_bitmask must be int32 [n, >= ", a.layout.bitmap_words(), "]");
+    check_place(*grammar_bitmask, "grammar_bitmask", logits);
+    STD_TORCH_CHECK(grammar_bitmask->scalar_type() == ScalarType::Int &&
+                        grammar_bitmask->dim() == 2 && grammar_bitmask->size(0) == rows &&
+                        grammar_bitmask->size(1) >= a.layout.bitmap_words() &&
+                        (grammar_bitmask->stride(1) == 1 || grammar_bitmask->size(1) == 1),
+                    "cuda_step: grammar_bitmask must be int32 [n, >= ", a.layout.bitmap_words(),
+                    "], the last dimension contiguous");
     a.grammar_bitmask = static_cast<const int32_t*>(grammar_bitmask->const_data_ptr());
     a.grammar_bitmask_stride = rows > 1 ? grammar_bitmask->stride(0) : 0;
   }
   if (words.has_value()) {
+    check_place(*words, "words", logits);
     STD_TORCH_CHECK(words->scalar_type() == ScalarType::Long && words->is_contiguous() &&
                         words->numel() >= rows,
                     "cuda_step: words must be contiguous int64 [n]");
     a.words = static_cast<const int64_t*>(words->const_data_ptr());
   }
-  if (given.has_value()) a.given = int32_words(*given, "given", 2);
+  if (given.has_value()) a.given = int32_words(*given, "given", 2, logits);
   return a;
 }
 

@@ -59,7 +59,6 @@
 #define __host__
 #define __constant__
 #define __grid_constant__
-#define __grid_constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))

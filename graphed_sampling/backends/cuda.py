@@ -18,7 +18,7 @@ from graphed_sampling._build_info import build_info
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "cuda"
-CHOSEN_FOR: Final = "who asks for it: it is new, and has not been measured"
+CHOSEN_FOR: Final = "nobody yet: it is new, and has not been measured"
 REFUSES: Final[frozenset[str]] = frozenset()
 
 # The geometry and the scratch of csrc: tokens of a group and groups of a tile; words of a row, of a
@@ -87,7 +87,9 @@ def scratch_words(layout: TableLayout, rows: int) -> int:
 
 
 def by_row(scratch: Tensor, layout: TableLayout, rows: int) -> list[bool]:
-    """Of the rows of a last step: whether each took passes over the whole row, which are slow."""
+    """Of the rows of a last step: whether filters and draw of each took passes over the whole row by
+    one block, which are slow. What it says nothing of: top_n_sigma always takes three such passes,
+    and more top logprobs than a list holds one each."""
     return [bool(word) for word in scratch[_BY_ROW :: scratch_words(layout, 1)][:rows].tolist()]
 
 
