@@ -2,7 +2,7 @@
 
     torch.ops.graphed_sampling.sample            stateless: one parameter row per logits row
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
-    torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend; checks what is unsafe
+    torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
 

@@ -87,9 +87,11 @@ def scratch_words(layout: TableLayout, rows: int) -> int:
 
 
 def by_row(scratch: Tensor, layout: TableLayout, rows: int) -> list[bool]:
-    """Of the rows of a last step: whether filters and draw of each took passes over the whole row by
-    one block, which are slow. What it says nothing of: top_n_sigma always takes three such passes,
-    and more top logprobs than a list holds one each."""
+    """Of the rows of a last step: whether filters and draw of each went over the whole row, slowly.
+
+    It says nothing of what else does: top_n_sigma, three times, and each of more top logprobs than
+    a list holds.
+    """
     return [bool(word) for word in scratch[_BY_ROW :: scratch_words(layout, 1)][:rows].tolist()]
 
 
