@@ -95,13 +95,11 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
     if (value == kNegInf) return 0.0f;
     return value == largest ? 1.0f : ex2_approx(z_of(value, largest, scale));
   };
-  const auto moment_of_one = [](float value, float largest, float scale) {
-    const float z = value == largest ? 0.0f : z_of(value, largest, scale);
-    return value == kNegInf || z < -126.0f ? 0.0f : ex2_approx(z) * z;
-  };
   float sum = weight(y[0], maximum, row.scale) + weight(y[1], maximum, row.scale);
   float raw_sum = weight(x[0], raw_maximum, kLog2E) + weight(x[1], raw_maximum, kLog2E);
-  float moment = moment_of_one(y[0], maximum, row.scale) + moment_of_one(y[1], maximum, row.scale);
+  // Of a row that holds +inf nobody asks for moments.
+  const float base = finite_or_zero(maximum);
+  float moment = moment_of_one(y[0], base, row.scale) + moment_of_one(y[1], base, row.scale);
   for (int step = 1; step < kWarp; step *= 2) {
     sum += __shfl_xor_sync(kAllLanes, sum, step);
     raw_sum += __shfl_xor_sync(kAllLanes, raw_sum, step);
@@ -320,7 +318,6 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
 }
 
 // What processing a row takes, but for what changes while it is finished.
-template <class Logits>
 __device__ inline Row make_row(const StepArguments& a, const Source& source, int index, int slot,
                                int flags) {
   Row row = {};
@@ -412,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                          statistics + 3 * scratch.groups, statistics + 4 * scratch.groups};
   Task& task = shared.task;
   if (threadIdx.x == 0) {
-    task.row = make_row<Logits>(a, source, index, slot, flags);
+    task.row = make_row(a, source, index, slot, flags);
     task.row.bans = row_scratch + scratch.bans;
     task.raw_row = task.row;
     task.raw_row.checks = 0;

@@ -6,9 +6,9 @@
 namespace graphed_sampling {
 
 // Between which y the cut of top_p very probably is, among the tokens that reach `least` and weigh
-// `total`. The mass below a bound is about `ratio` times
-// what evenly spaced groups hold of it. Its standard deviation is at most the root of
-// ratio * mass * (weight at the bound), since no token below the bound weighs more.
+// `total`. The mass below a bound is about `ratio` times what evenly spaced groups hold of it. Its
+// standard deviation is at most the root of ratio * mass * (weight at the bound), since no token
+// below the bound weighs more.
 template <class Logits>
 __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float top_p, int64_t total,
                                           float least) {
@@ -138,6 +138,18 @@ __device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
   return block.sum(mass);
 }
 
+// The draw from what the groups' masses count, and its total.
+template <class Logits>
+__device__ inline void draw_from_masses(Shared& shared, Block& block, Selection* selection) {
+  selection->total = sum_of_masses(shared, block);
+  selection->drawn =
+      draw_from_groups<Logits>(shared, block, selection->kept, selection->total, [&](int group) {
+        return static_cast<int64_t>(
+            __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
+      });
+  selection->complete = true;
+}
+
 // top_p, and the draw, of a flat row: of its tokens that reach `least` and weigh `total`. Not
 // complete where the bracket turns out not to hold the cut, or more than its list does.
 template <class Logits>
@@ -201,15 +213,7 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
   if (in_cut > kListed) return selection;
   const uint64_t* sorted = sort_list(shared, block, in_cut);
   int64_t passed = higher;
-  int within = 0;
-  for (int first = 0; first < in_cut && passed < left; first += kThreads) {
-    int64_t mass = 0, of_all;
-    if (first + thread < in_cut) mass = mass_at(y_of_order(sorted[first + thread]));
-    const int64_t passed_before = passed + block.sum_before(mass, &of_all);
-    within += first + thread < in_cut && passed_before < left ? 1 : 0;
-    passed += of_all;
-  }
-  within = static_cast<int>(block.sum(within));
+  const int within = number_within(block, sorted, in_cut, left, &passed, mass_at);
   const uint64_t cut = sorted[within - 1];
   selection.kept = {task.largest, y_of_order(cut), id_of_order(cut)};
   for (int i = thread; i < count; i += kThreads) {
@@ -222,13 +226,7 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
     }
   }
   selection.num_kept = static_cast<int>(above + block.sum(kept) + within);
-  selection.total = sum_of_masses(shared, block);
-  selection.drawn =
-      draw_from_groups<Logits>(shared, block, selection.kept, selection.total, [&](int group) {
-        return static_cast<int64_t>(
-            __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
-      });
-  selection.complete = true;
+  draw_from_masses<Logits>(shared, block, &selection);
   return selection;
 }
 
@@ -238,14 +236,8 @@ __device__ __noinline__ Selection select_above(Shared& shared, Block& block, flo
   const int64_t above = collect<Logits>(shared, block, bound, bound);
   Selection selection = {};
   selection.num_kept = static_cast<int>(above);
-  selection.total = sum_of_masses(shared, block);
   selection.kept = {shared.task.largest, bound, shared.task.row.vocab};
-  selection.drawn =
-      draw_from_groups<Logits>(shared, block, selection.kept, selection.total, [&](int group) {
-        return static_cast<int64_t>(
-            __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
-      });
-  selection.complete = true;
+  draw_from_masses<Logits>(shared, block, &selection);
   return selection;
 }
 

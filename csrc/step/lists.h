@@ -104,6 +104,39 @@ __device__ inline const uint64_t* sort_list(Shared& shared, Block& block, int co
   return keys;
 }
 
+// How many of sorted tokens it takes, from the first on, until they and what has `passed` before
+// weigh the target; all of them where they do not. passed: what has by then, and some more.
+template <class MassOf>
+__device__ inline int number_within(Block& block, const uint64_t* sorted, int count, int64_t target,
+                                    int64_t* passed, MassOf mass_of_y) {
+  int within = 0;
+  for (int first = 0; first < count && *passed < target; first += kThreads) {
+    const int i = first + block.thread();
+    int64_t inside;
+    const int64_t mass = i < count ? mass_of_y(y_of_order(sorted[i])) : 0;
+    const int64_t before = *passed + block.sum_before(mass, &inside);
+    within += i < count && before < target ? 1 : 0;
+    *passed += inside;
+  }
+  return static_cast<int>(block.sum(within));
+}
+
+// The smallest distance within which there is a mass that reaches the target. The bits of positive
+// floats rise as they do.
+template <class MassWithin>
+__device__ inline double smallest_reach(Block& block, int64_t target, MassWithin mass_within) {
+  uint64_t low = 0, high = static_cast<uint64_t>(__double_as_longlong(1e300));
+  while (high > low) {
+    const uint64_t middle = low + (high - low) / 2;
+    if (block.sum(mass_within(__longlong_as_double(static_cast<int64_t>(middle)))) >= target) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return __longlong_as_double(static_cast<int64_t>(high));
+}
+
 // Which of a list's tokens the filters keep, as they come upon it one after the other.
 struct Filters {
   double largest, scale;
@@ -148,11 +181,7 @@ __device__ inline double kept_mean(Shared& shared, Block& block, int count, cons
 // The smallest distance from the mean within which what is kept weighs the target.
 __device__ inline double typical_reach(Shared& shared, Block& block, int count,
                                        const Filters& filters, int64_t target) {
-  uint64_t low = 0, high = static_cast<uint64_t>(__double_as_longlong(1e300));
-  // The bits of positive floats rise as they do.
-  while (high > low) {
-    const uint64_t middle = low + (high - low) / 2;
-    const double reach = __longlong_as_double(static_cast<int64_t>(middle));
+  return smallest_reach(block, target, [&](double reach) {
     int64_t mass = 0;
     for (int i = block.thread(); i < count; i += kThreads) {
       const float y = shared.list_y[i];
@@ -160,13 +189,8 @@ __device__ inline double typical_reach(Shared& shared, Block& block, int count,
         mass += mass_of(filters.weight(y));
       }
     }
-    if (block.sum(mass) >= target) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return __longlong_as_double(static_cast<int64_t>(high));
+    return mass;
+  });
 }
 
 // typical_p, epsilon_cutoff and eta_cutoff. from_statistics: the list is the head of all tokens,
@@ -245,18 +269,9 @@ __device__ inline Selection filter_list(Shared& shared, Block& block, int count,
       }
       const int64_t target = target_of(top_p, total);
       int64_t passed = 0;
-      int within = 0;
-      for (int first = 0; first < kept && passed < target; first += kThreads) {
-        int64_t mass = 0, inside;
-        if (first + thread < kept) {
-          mass = mass_of(filters.weight(y_of_order(sorted[first + thread])));
-        }
-        const int64_t before = passed + block.sum_before(mass, &inside);
-        within += first + thread < kept && before < target ? 1 : 0;
-        passed += inside;
-      }
+      kept = number_within(block, sorted, kept, target, &passed,
+                           [&](float y) { return mass_of(filters.weight(y)); });
       selection.complete = passed >= target;
-      kept = static_cast<int>(block.sum(within));
     }
     filters.cut = sorted[kept - 1];
     from_statistics = from_statistics && top_p >= 1.0f;

@@ -171,7 +171,7 @@ __device__ inline void report(Shared& shared, Block& block, const TableLayout& l
 
   // What is to be loaded is asked for before it is used.
   float x = selection.drawn.y;
-  if (!row.plain() || row.special != kNormal) x = load_logit<Logits>(row, token);
+  if (!row.plain()) x = load_logit<Logits>(row, token);
   int32_t seen = 0, count = 0;
   if (layout.penalties && thread == 0) {
     seen = tables_bits[token >> 5];
@@ -189,11 +189,7 @@ __device__ inline void report(Shared& shared, Block& block, const TableLayout& l
     if (total < 0) {
       const bool apart = task.wishes.split || task.wishes.both;
       const float* sums = apart ? task.at.raw_sums : task.at.sums;
-      float largest = kNegInf;
-      for (int group = thread; group < task.groups; group += kThreads) {
-        largest = fmaxf(largest, __ldcg(values + group));
-      }
-      normaliser.largest = block.max(largest);
+      load_maxima(shared, block, values, &normaliser.largest);
       const float scale = apart || !task.wishes.total ? kLog2E : row.scale;
       total = mass_of_groups(shared, block, values, sums, normaliser.largest, scale);
     }

@@ -121,7 +121,10 @@ struct Row : Source {
   float scale;   // log2(e) / temperature
 
   __device__ bool has(int flag) const { return (flags & flag) != 0; }
-  __device__ bool plain() const { return checks == 0 && num_bias + num_bans == 0; }
+  // Whether y is the logit.
+  __device__ bool plain() const {
+    return checks == 0 && num_bias + num_bans == 0 && special == kNormal;
+  }
 };
 
 // A piece that is known to lie inside the row, and to be aligned.
@@ -275,7 +278,7 @@ __device__ inline void piece_y(const Row& row, int first, float (&y)[kPiece]) {
   Logits::unpack(load_pack<Logits>(row, first).words, y);
 #pragma unroll
   for (int i = 0; i < kPiece; ++i) y[i] = sanitised(y[i]);
-  if (row.special != kNormal || !row.plain()) {
+  if (!row.plain()) {
     // A copy: what is passed by its address lies in memory.
     float processed_y[kPiece];
 #pragma unroll

@@ -111,6 +111,13 @@ __device__ inline float value_of_lane(const float (&values)[kAtOnce], int lane) 
   return value;
 }
 
+// The group whose value that is, where the pieces begin with `first`. Two lanes have each, and one
+// of them writes it.
+__device__ inline int group_of_lane(int tile, int first, int lane) {
+  return tile * kGroupsOfTile + (first + lane % kAtOnce) * (kWarp / kPieces) + lane / kPieces;
+}
+__device__ inline bool lane_writes(int lane) { return lane % kPieces < kAtOnce; }
+
 // NaN where a logit is NaN or +inf.
 template <class Logits>
 __device__ inline float sum_of_piece(const Pack<Logits>& pack, float maximum, float scale) {
@@ -149,10 +156,8 @@ __device__ inline void stream_pieces(const Wishes& wishes, float scale, int tile
     for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], first_scale);
     const float sum = sum_of_groups(parts, lane);
     const float maximum = value_of_lane(maxima, lane);
-    const int piece = first_piece + begin + lane % kAtOnce;
-    const int group = tile * kGroupsOfTile + piece * (kWarp / kPieces) + lane / kPieces;
-    // Two lanes have the same to write.
-    const bool writes = lane % kPieces < kAtOnce;
+    const int group = group_of_lane(tile, first_piece + begin, lane);
+    const bool writes = lane_writes(lane);
     if (writes) {
       at.maxima[group] = sum != sum ? kInf : maximum + 0.0f;
       at.sums[group] = sum;
@@ -230,7 +235,7 @@ __device__ inline void stream_tiles(const Source& source, const Wishes& wishes, 
 
 // Tokens of a lane that were seen before, by piece: what they weigh relative to their largest.
 struct Seen {
-  float maxima[4], sums[4], moments[4];
+  float maxima[kAtOnce], sums[kAtOnce], moments[kAtOnce];
 };
 
 // The same of a row in which masks or penalties count, or whose y the lists will change later.
@@ -304,8 +309,8 @@ __device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wi
     }
     maxima_of_groups(maxima);
     const float maximum = value_of_lane(maxima, lane);
-    const int group = tile * kGroupsOfTile + (first + lane % kAtOnce) * 4 + lane / 8;
-    const bool writes = lane % 8 < kAtOnce;
+    const int group = group_of_lane(tile, first, lane);
+    const bool writes = lane_writes(lane);
     if (writes) {
       at.maxima[group] = raw_sum != raw_sum ? kInf : maximum + 0.0f;
       at.raw_maxima[group] = raw_maximum + 0.0f;

@@ -134,22 +134,14 @@ __device__ __noinline__ Kept row_typical(Shared& shared, Block& block, const Kep
   const RowSums sums = row_sums<Logits>(shared, block, kept, kAllKeys);
   const double mean = static_cast<double>(sums.moment) / static_cast<double>(sums.mass);
   const int64_t target = target_of(typical, sums.mass);
-  uint64_t low = 0, high = static_cast<uint64_t>(__double_as_longlong(1e300));
-  while (high > low) {
-    const uint64_t middle = low + (high - low) / 2;
-    const double reach = __longlong_as_double(static_cast<int64_t>(middle));
+  const double reach = smallest_reach(block, target, [&](double within) {
     int64_t mass = 0;
     for_each_token<Logits>(shared, block, [&](float y, int token) {
       const double z = (static_cast<double>(y) - highest) * scale;
-      if (kept.holds(y, token) && fabs(mean - z) <= reach) mass += mass_of(exp2_wide(z));
+      if (kept.holds(y, token) && fabs(mean - z) <= within) mass += mass_of(exp2_wide(z));
     });
-    if (block.sum(mass) >= target) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  const double reach = __longlong_as_double(static_cast<int64_t>(high));
+    return mass;
+  });
   Kept nearest = {kNegInf, kInf, 0};
   for_each_token<Logits>(shared, block, [&](float y, int token) {
     const double z = (static_cast<double>(y) - highest) * scale;
