@@ -161,14 +161,12 @@ def test_optional_inputs_come_and_go_between_replays(backend: str, device: str) 
     only_nine = torch.zeros(3, sampler.table.layout.bitmap_words, dtype=torch.int32)
     only_nine[:, 0] = 1 << 9
     words = torch.tensor([0, -1, 0])  # the first and the last of the 2**64 words
-    order = backends.canonical_order(V, backend)
-    first, last = int(order[0]), int(order[-1])
     flat = torch.zeros(3, V, device=device)
     for on_device in (False, True):
         place = device if on_device else "cpu"
         mask_arg, words_arg = only_nine.to(place), words.to(place)
         assert sampler(flat, slots, grammar_bitmask=mask_arg).token_ids.tolist() == [9, 9, 9]
-        assert sampler(flat, slots, words=words_arg).token_ids.tolist() == [first, last, first]
+        assert sampler(flat, slots, words=words_arg).token_ids.tolist() == [0, V - 1, 0]
         drawn = sampler(flat, slots).token_ids.tolist()
         assert drawn not in ([9, 9, 9], [0, V - 1, 0])
         both = sampler(flat, slots, grammar_bitmask=mask_arg, words=words_arg)
