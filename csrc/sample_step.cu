@@ -5,10 +5,9 @@
 // finishes it: from the groups' statistics it bounds what can be drawn, reads the few groups again
 // that reach the bound, and applies the filters to their tokens. So the end of one row lies beside
 // the reading of others, and no launch depends on data. Who is last decides nothing but who works.
-#include "common/philox.h"
 #include "sample_step.h"
 #include "step/dense.h"
-#include "step/report.h"
+#include "step/usual.h"
 
 namespace graphed_sampling {
 namespace {
@@ -255,23 +254,21 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
 template <class Logits>
 __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) {
   Task& task = shared.task;
-  const int index = task.index, slot = task.slot;
-  int32_t* out = a.output + int64_t{index} * a.layout.output_words();
+  const int slot = task.slot;
+  int32_t* out = a.output + int64_t{task.index} * a.layout.output_words();
   Block block = {&shared.exchange, 0};
   const int32_t* params = task.row.params;
-  const int num_stop = params[kParamNumStop];
+  const int num_stop = task.header[kParamNumStop];
   const int stop = block.thread() < num_stop ? params[a.layout.stop_ids() + block.thread()] : -1;
-  if (block.thread() == 0) {
-    const int32_t* state = task.row.state;
-    task.position = load_i64(state + kStatePosition);
-    task.generated = state[kStateNumGenerated];
-    task.generation = state[kStateGeneration];
-    const bool words_given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
-    task.word = words_given ? static_cast<uint64_t>(a.words[index])
-                            : philox_word(static_cast<uint64_t>(load_i64(params + kParamSeed)),
-                                          static_cast<uint64_t>(task.position), 0);
+  SeenTables tables = {};
+  if (a.layout.penalties) {
+    tables.bits = a.tables + a.layout.output_bits() + int64_t{slot} * a.layout.bitmap_words();
+    tables.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
   }
   const bool lists = task.row.has(kLists);
+  if (!lists && finish_usual<Logits>(shared, block, a, out, tables, stop)) return;
+  __syncthreads();
+  if (block.thread() == 0) task.word = draw_word(a, task);
   if (lists) {
     const int num_bans = list_bans(shared, block, a.layout, const_cast<int32_t*>(task.row.bans));
     if (block.thread() == 0) {
@@ -308,27 +305,25 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
   // For who wants to know by which way a row went.
   if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
-  int32_t* bits = nullptr;
-  int32_t* counts = nullptr;
-  if (a.layout.penalties) {
-    bits = a.tables + a.layout.output_bits() + int64_t{slot} * a.layout.bitmap_words();
-    counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
-  }
-  report<Logits>(shared, block, a.layout, out, bits, counts, selection, row_flags, stop);
+  report<Logits>(shared, block, a.layout, out, tables, selection, row_flags, stop);
+}
+
+__device__ inline bool has_grammar(const StepArguments& a) {
+  return a.grammar_bitmask != nullptr && (a.given == nullptr || a.given[0] != 0);
 }
 
 // What processing a row takes, but for what changes while it is finished.
 __device__ inline Row make_row(const StepArguments& a, const Source& source, int index, int slot,
-                               int flags) {
+                               int flags, float scale) {
   Row row = {};
   static_cast<Source&>(row) = source;
   row.params = a.params + int64_t{slot} * a.layout.params_words();
   row.state = a.state + int64_t{slot} * a.layout.state_words();
   row.flags = flags;
   row.special = kNormal;
-  row.scale = load_f32(row.params + kParamScale);
+  row.scale = scale;
   const int64_t bitmap = int64_t{slot} * a.layout.bitmap_words();
-  if (a.grammar_bitmask != nullptr && (a.given == nullptr || a.given[0] != 0)) {
+  if (has_grammar(a)) {
     row.checks |= kCheckGrammar;
     row.grammar =
         reinterpret_cast<const uint8_t*>(a.grammar_bitmask + index * a.grammar_bitmask_stride);
@@ -391,14 +386,17 @@ __global__ void __launch_bounds__(kThreads, 2)
     return;
   }
   const int slot = given_slot;
-  const int32_t* params = a.params + int64_t{slot} * a.layout.params_words();
+  // A lane has a word of each.
+  const int32_t header = a.params[int64_t{slot} * a.layout.params_words() + lane];
   int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
+  const int32_t state_word = lane < kStateRecent ? state[lane] : 0;
+  const auto parameter = [&](int word) { return __shfl_sync(kAllLanes, header, word); };
 
   int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
   auto* ticket = reinterpret_cast<unsigned*>(row_scratch) + ScratchLayout::kTicket;
-  const int flags = params[kParamFlags];
+  const int flags = parameter(kParamFlags);
   const bool admitted = (flags & kAdmitted) != 0;
-  if (!admitted || state[kStateFinishReason] != 0) {
+  if (!admitted || __shfl_sync(kAllLanes, state_word, kStateFinishReason) != 0) {
     if (part == 0) write_idle(a.layout, out, admitted ? state : nullptr);
     // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it.
     if (blocks > 1 && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
@@ -408,12 +406,19 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Statistics at = {statistics, statistics + scratch.groups, statistics + 2 * scratch.groups,
                          statistics + 3 * scratch.groups, statistics + 4 * scratch.groups};
   Task& task = shared.task;
+  const float scale = __int_as_float(parameter(kParamScale));
+  const bool split = (flags & (kAllowed | kPenalties | kLists)) != 0 || has_grammar(a);
+  const Wishes wishes = wishes_of(flags, split, scale);
+  if (warp == 0) {
+    task.header[lane] = header;
+    if (lane < kStateRecent) task.state[lane] = state_word;
+  }
   if (threadIdx.x == 0) {
-    task.row = make_row(a, source, index, slot, flags);
+    task.row = make_row(a, source, index, slot, flags, scale);
     task.row.bans = row_scratch + scratch.bans;
     task.raw_row = task.row;
     task.raw_row.checks = 0;
-    task.wishes = wishes_of(task.row);
+    task.wishes = wishes;
     task.at = at;
     task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);
     task.bracket_y = reinterpret_cast<float*>(row_scratch + scratch.bracket);
@@ -423,14 +428,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     task.index = index;
     task.slot = slot;
   }
-  __syncthreads();
-  if (task.wishes.split) {
+  if (wishes.split) {
+    __syncthreads();
     for (int i = tile; i < end_tile; i += kWarps) {
-      stream_checked_tile<Logits>(task.row, task.wishes, i, lane, at);
+      stream_checked_tile<Logits>(task.row, wishes, i, lane, at);
     }
   } else {
-    stream_tiles<Logits>(source, task.wishes, task.row.scale, tile, kWarps, end_tile, whole, lane,
-                         ahead, at);
+    stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, ahead, at);
   }
 
   __syncthreads();

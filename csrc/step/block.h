@@ -79,6 +79,43 @@ __device__ __noinline__ uint64_t exchange_max(Exchange* exchange, int turn, uint
   return value;
 }
 
+// Of what threads list: how many come before a thread's own, how many there are, and the lowest of
+// the values that go with them.
+struct Listing {
+  int before, total;
+  float lowest;
+};
+
+__device__ __noinline__ Listing exchange_listing(Exchange* exchange, int turn, int number,
+                                                 float lowest) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  int key = __reduce_min_sync(kAllLanes, key_of(lowest));
+  int up_to = number;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, up_to, step);
+    if (lane >= step) up_to += other;
+  }
+  uint64_t* words = exchange->words[turn];
+  if (lane == kWarp - 1) {
+    words[warp] =
+        static_cast<uint64_t>(static_cast<uint32_t>(key)) << 32 | static_cast<uint32_t>(up_to);
+  }
+  __syncthreads();
+  Listing listing = {up_to - number, 0, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    const uint64_t word = words[i];
+    const auto of_warp = static_cast<int>(word & 0xFFFFFFFFu);
+    if (i < warp) listing.before += of_warp;
+    listing.total += of_warp;
+    key = min(key, static_cast<int>(word >> 32));
+  }
+  listing.lowest = from_key(key);
+  return listing;
+}
+
 template <class Integer>
 struct Sums {
   Integer before, total;
@@ -114,6 +151,19 @@ __device__ __noinline__ Sums<Integer> exchange_sums(Exchange* exchange, int turn
   return sums;
 }
 
+// A warp's inclusive sums, and what one of its lanes has.
+__device__ inline int64_t sum_up_to_lane(int64_t value, int lane) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t other = shuffled_up(value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+__device__ inline int64_t of_lane(int64_t value, int lane) {
+  return __shfl_sync(kAllLanes, static_cast<long long>(value), lane);
+}
+
 struct Block {
   Exchange* exchange;
   int turn;
@@ -134,6 +184,10 @@ struct Block {
   // The largest, and the smallest, of 64 unsigned bits.
   __device__ uint64_t max_bits(uint64_t value) { return exchange_max(exchange, turn ^= 1, value); }
   __device__ uint64_t min_bits(uint64_t value) { return ~max_bits(~value); }
+
+  __device__ Listing listing(int number, float lowest) {
+    return exchange_listing(exchange, turn ^= 1, number, lowest);
+  }
 
   // The sum of the values of all threads before this one; total: of all of them.
   template <class Integer>

@@ -8,7 +8,7 @@ namespace graphed_sampling {
 __device__ inline int64_t group_mass(float maximum, float sum, float largest, float scale) {
   if (maximum == kNegInf) return 0;
   const float z = maximum == largest ? 0.0f : z_of(maximum, largest, scale);
-  return static_cast<int64_t>(static_cast<double>(sum * ex2_approx(z)) * kOne);
+  return static_cast<int64_t>(sum * ex2_approx(z) * static_cast<float>(kOne));
 }
 
 // Copies the maxima close by, where they fit. largest: of them.
@@ -284,6 +284,26 @@ __device__ inline int list_groups(Shared& shared, Block& block, const Maxima& ma
   return count;
 }
 
+// The lowest id among a group's tokens with that y, which has some. Every lane of a warp has two.
+template <class Logits>
+__device__ inline int first_in_group(const Row& row, int group, float y, int lane) {
+  unsigned found[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = group * kGroup + i * kWarp + lane;
+    bool is_it = false;
+    if (token < row.vocab) {
+      float of_token = load_logit<Logits>(row, token);
+      if (!row.plain()) of_token = processed(row, of_token, token);
+      is_it = of_token == y;
+    }
+    found[i] = __ballot_sync(kAllLanes, is_it);
+  }
+  const int place = found[0] != 0 ? __ffs(static_cast<int>(found[0])) - 1
+                                  : kWarp + __ffs(static_cast<int>(found[1])) - 1;
+  return group * kGroup + place;
+}
+
 // The lowest id among the largest y.
 template <class Logits>
 __device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& maxima) {
@@ -295,23 +315,50 @@ __device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& 
       break;
     }
   }
-  // Every warp finds the same: a lane has two tokens of the group.
   const int group = static_cast<int>(block.min_bits(first));
-  unsigned largest[2];
+  return first_in_group<Logits>(task.row, group, task.largest, block.lane());
+}
+
+// The token of a group in which the draw from `total` ends: by a warp, whose lanes have two
+// neighbours in canonical order each.
+template <class Logits>
+__device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_t total,
+                                      const DrawnGroup& drawn, int lane) {
+  const Row& row = task.row;
+  const int64_t position = position_of(task.word, total);
+  // Masses start from the group's own maximum.
+  const double maximum = static_cast<double>(__ldcg(task.at.maxima + drawn.group));
+  const double scale = load_f64(row.params + kParamWideScale);
+  int64_t masses[2];
+  float y[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int token = group * kGroup + i * kWarp + block.lane();
-    bool found = false;
-    if (token < task.row.vocab) {
-      float y = load_logit<Logits>(task.row, token);
-      if (!task.row.plain()) y = processed(task.row, y, token);
-      found = y == task.largest;
+    const int token = drawn.group * kGroup + 2 * lane + i;
+    masses[i] = 0;
+    y[i] = kNegInf;
+    if (token < row.vocab) {
+      y[i] = load_logit<Logits>(row, token);
+      if (!row.plain()) y[i] = processed(row, y[i], token);
+      if (kept.holds(y[i], token)) {
+        masses[i] = mass_of(exp2_wide((static_cast<double>(y[i]) - maximum) * scale));
+      }
     }
-    largest[i] = __ballot_sync(kAllLanes, found);
   }
-  const int place = largest[0] != 0 ? __ffs(static_cast<int>(largest[0])) - 1
-                                    : kWarp + __ffs(static_cast<int>(largest[1])) - 1;
-  return group * kGroup + place;
+  const int64_t up_to = sum_up_to_lane(masses[0] + masses[1], lane);
+  const int64_t of_tokens = of_lane(up_to, kWarp - 1);
+  // Where the tokens' masses add up to the group's, nothing is rounded.
+  int64_t place = position - drawn.before;
+  if (of_tokens != drawn.mass) {
+    const double share = share_of(task.word, total, drawn.before, drawn.mass);
+    place = static_cast<int64_t>(share * static_cast<double>(of_tokens));
+    place = place < of_tokens ? place : of_tokens - 1;
+  }
+  const unsigned passing = __ballot_sync(kAllLanes, up_to <= place);
+  const unsigned halfway = __ballot_sync(kAllLanes, up_to - masses[1] <= place);
+  const int at = __popc(passing) + __popc(halfway);
+  const float first_y = __shfl_sync(kAllLanes, y[0], at / 2);
+  const float second_y = __shfl_sync(kAllLanes, y[1], at / 2);
+  return {drawn.group * kGroup + at, at % 2 == 0 ? first_y : second_y};
 }
 
 // A token drawn from what is kept: its group by mass, then inside the group. mass_at(group): of
@@ -328,54 +375,13 @@ __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kep
     int64_t inside;
     const int64_t before = passed + block.sum_before(mass, &inside);
     if (before <= position && position < before + mass) {
-      shared.found = group;
-      shared.found_before = before;
-      shared.found_mass = mass;
+      shared.drawn_group = {group, before, mass};
     }
     passed += inside;
     if (passed > position) break;
   }
   __syncthreads();
-  const int group = shared.found;
-  const int64_t before = shared.found_before, mass = shared.found_mass;
-  // Every warp finds the same: a lane has two tokens, neighbours in canonical order. Their masses
-  // start from the group's own maximum.
-  const double maximum = static_cast<double>(__ldcg(task.at.maxima + group));
-  const double scale = load_f64(task.row.params + kParamWideScale);
-  int64_t masses[2];
-  float y[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = group * kGroup + 2 * block.lane() + i;
-    masses[i] = 0;
-    y[i] = kNegInf;
-    if (token < task.row.vocab) {
-      y[i] = load_logit<Logits>(task.row, token);
-      if (!task.row.plain()) y[i] = processed(task.row, y[i], token);
-      if (kept.holds(y[i], token)) {
-        masses[i] = mass_of(exp2_wide((static_cast<double>(y[i]) - maximum) * scale));
-      }
-    }
-  }
-  int64_t up_to = masses[0] + masses[1];
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int64_t other = __shfl_up_sync(kAllLanes, static_cast<long long>(up_to), step);
-    if (block.lane() >= step) up_to += other;
-  }
-  const int64_t of_tokens = __shfl_sync(kAllLanes, static_cast<long long>(up_to), kWarp - 1);
-  // Where the tokens' masses add up to the group's, nothing is rounded.
-  int64_t place = position - before;
-  if (of_tokens != mass) {
-    const double share = share_of(task.word, total, before, mass);
-    place = static_cast<int64_t>(share * static_cast<double>(of_tokens));
-    place = place < of_tokens ? place : of_tokens - 1;
-  }
-  const unsigned passing = __ballot_sync(kAllLanes, up_to <= place);
-  const unsigned halfway = __ballot_sync(kAllLanes, up_to - masses[1] <= place);
-  const int at = __popc(passing) + __popc(halfway);
-  const float first_y = __shfl_sync(kAllLanes, y[0], at / 2);
-  const float second_y = __shfl_sync(kAllLanes, y[1], at / 2);
-  return {group * kGroup + at, at % 2 == 0 ? first_y : second_y};
+  return draw_in_group<Logits>(task, kept, total, shared.drawn_group, block.lane());
 }
 
 }  // namespace graphed_sampling

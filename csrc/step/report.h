@@ -154,12 +154,50 @@ __device__ inline void remember(int32_t* recent, int recent_tokens, int token, i
   }
 }
 
+// Of the tokens of a row's output: which there are, and how often. Null in a table without
+// penalties.
+struct SeenTables {
+  int32_t* bits;
+  int32_t* counts;
+};
+
+// The head of the record, and the next state, by one thread. seen, count: what the tables have at
+// the token.
+__device__ inline void advance(const Task& task, const SeenTables& tables, int32_t* out,
+                               const Selection& selection, float logprob, int rank, int row_flags,
+                               bool stopped, int32_t seen, int32_t count) {
+  const Row& row = task.row;
+  const int token = selection.drawn.token;
+  const int generated = task.state[kStateNumGenerated] + 1;
+  const int max_tokens = task.header[kParamMaxTokens];
+  int reason = max_tokens > 0 && generated >= max_tokens ? kFinishLength : kFinishNone;
+  if (stopped) reason = kFinishStop;
+  const bool counted = row.has(kFiltered | kGreedy) || row.special == kEmptyRow;
+  store_i64(out + kOutputTokenId, token);
+  out[kOutputLogprob] = __float_as_int(logprob);
+  out[kOutputRank] = rank;
+  out[kOutputNumKept] = counted ? selection.num_kept : 0;
+  out[kOutputFinishReason] = reason;
+  out[kOutputFlags] = row_flags;
+  out[kOutputGeneration] = task.state[kStateGeneration];
+  int32_t* state = row.state;
+  store_i64(state + kStatePosition, load_i64(task.state + kStatePosition) + 1);
+  store_i64(state + kStateLastToken, token);
+  state[kStateNumGenerated] = generated;
+  state[kStateFinishReason] = reason;
+  if (tables.bits != nullptr) {
+    const auto bit = static_cast<int32_t>(1u << (token & 31));
+    tables.counts[token] = ((seen & bit) != 0 ? count : 0) + 1;
+    tables.bits[token >> 5] = seen | bit;
+  }
+}
+
 // Everything about a row whose token is drawn: logprobs, rank, finish, output and state. stop: the
 // thread's one of the stop ids, or -1.
 template <class Logits>
-__device__ inline void report(Shared& shared, Block& block, const TableLayout& layout, int32_t* out,
-                              int32_t* tables_bits, int32_t* tables_counts,
-                              const Selection& selection, int row_flags, int stop) {
+__device__ __noinline__ void report(Shared& shared, Block& block, const TableLayout& layout,
+                                    int32_t* out, const SeenTables tables,
+                                    const Selection selection, int row_flags, int stop) {
   const Task& task = shared.task;
   const Row& row = task.row;
   const int32_t* params = row.params;
@@ -173,9 +211,9 @@ __device__ inline void report(Shared& shared, Block& block, const TableLayout& l
   float x = selection.drawn.y;
   if (!row.plain()) x = load_logit<Logits>(row, token);
   int32_t seen = 0, count = 0;
-  if (layout.penalties && thread == 0) {
-    seen = tables_bits[token >> 5];
-    count = tables_counts[token];
+  if (tables.bits != nullptr && thread == 0) {
+    seen = tables.bits[token >> 5];
+    count = tables.counts[token];
   }
 
   const Row& values_row = processed_mode ? row : task.raw_row;
@@ -224,38 +262,80 @@ __device__ inline void report(Shared& shared, Block& block, const TableLayout& l
     }
   }
 
-  int32_t* state = row.state;
   bool stopped = stop == token;
   for (int i = kThreads + thread; i < params[kParamNumStop]; i += kThreads) {
     stopped = stopped || params[layout.stop_ids() + i] == token;
   }
   stopped = __syncthreads_or(stopped ? 1 : 0) != 0;
   if (thread == 0) {
-    const int generated = task.generated + 1;
-    const int max_tokens = params[kParamMaxTokens];
-    int reason = max_tokens > 0 && generated >= max_tokens ? kFinishLength : kFinishNone;
-    if (stopped) reason = kFinishStop;
-    const bool counted = row.has(kFiltered | kGreedy) || row.special == kEmptyRow;
-    store_i64(out + kOutputTokenId, token);
-    out[kOutputLogprob] =
-        __float_as_int(wants_logprob ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32());
-    out[kOutputRank] = rank;
-    out[kOutputNumKept] = counted ? selection.num_kept : 0;
-    out[kOutputFinishReason] = reason;
-    out[kOutputFlags] = row_flags;
-    out[kOutputGeneration] = task.generation;
-    store_i64(state + kStatePosition, task.position + 1);
-    store_i64(state + kStateLastToken, token);
-    state[kStateNumGenerated] = generated;
-    state[kStateFinishReason] = reason;
-    if (layout.penalties) {
-      const auto bit = static_cast<int32_t>(1u << (token & 31));
-      tables_counts[token] = ((seen & bit) != 0 ? count : 0) + 1;
-      tables_bits[token >> 5] = seen | bit;
-    }
+    const float logprob =
+        wants_logprob ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32();
+    advance(task, tables, out, selection, logprob, rank, row_flags, stopped, seen, count);
   }
   if (block.warp() == kWarps - 1) {
-    remember(state + kStateRecent, layout.recent_tokens(), token, block.lane());
+    remember(row.state + kStateRecent, layout.recent_tokens(), token, block.lane());
+  }
+}
+
+// The same by one warp, for a row in which y of nothing but a mask, a penalty or a bias differs
+// from the logit, without rank and given ids. top_n: best tokens to report, of a ranked short list
+// that has them; raw ones.
+template <class Logits>
+__device__ __noinline__ void report_by_warp(Shared& shared, const TableLayout& layout, int32_t* out,
+                                            const SeenTables tables, const Selection selection,
+                                            int top_n, int listed, int stop) {
+  const Task& task = shared.task;
+  const Row& row = task.row;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int token = selection.drawn.token;
+  float x = selection.drawn.y;
+  if (!row.plain()) x = load_logit<Logits>(row, token);
+  int32_t seen = 0, count = 0;
+  if (tables.bits != nullptr && lane == 0) {
+    seen = tables.bits[token >> 5];
+    count = tables.counts[token];
+  }
+  const int num_stop = task.header[kParamNumStop];
+  bool stopped = stop == token;
+  for (int i = kWarp + lane; i < num_stop; i += kWarp) {
+    stopped = stopped || row.params[layout.stop_ids() + i] == token;
+  }
+  stopped = __any_sync(kAllLanes, stopped) != 0;
+  remember(row.state + kStateRecent, layout.recent_tokens(), token, lane);
+
+  Normaliser normaliser = {row.has(kProcessed), task.raw_largest, 0.0, selection.kept,
+                           load_f64(task.header + kParamWideScale)};
+  if (normaliser.processed) {
+    normaliser.log = log_mass(selection.total);
+  } else if (task.wishes.raw) {
+    int64_t total = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) total += shared.raw_masses[i];
+    normaliser.log = log_mass(total);
+  }
+  for (int i = lane; i < layout.max_logprobs; i += kWarp) {
+    if (i >= top_n) {
+      store_i64(out + kOutputLists + 2 * i, -1);
+      out[layout.top_logprobs() + i] = __float_as_int(nan_f32());
+    }
+  }
+  for (int i = lane; i < layout.max_logprob_ids; i += kWarp) {
+    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
+  }
+  if (top_n > 0) {
+    for (int i = lane; i < listed; i += kWarp) {
+      const int place = static_cast<int>(shared.bins[i]);
+      if (place < top_n) {
+        const float y = shared.list_y[i];
+        const int id = shared.list_ids[i];
+        store_top(layout, out, place, id, normaliser.logprob(y, y, id));
+      }
+    }
+  }
+  if (lane == 0) {
+    const float logprob =
+        row.has(kLogprobs) ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32();
+    advance(task, tables, out, selection, logprob, 0, 0, stopped, seen, count);
   }
 }
 

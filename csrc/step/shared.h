@@ -27,45 +27,13 @@ struct Task {
   int32_t* by_row;
   int groups;
   int index, slot;
-  float largest;      // of y, once it is known
-  int64_t total;      // mass of y at the row's temperature, where that is wanted
-  int64_t raw_total;  // mass of the logits; -1 where it is still to be found out
-  uint64_t word;      // of the draw
-  // Of the state, before the step.
-  int64_t position;
-  int generated, generation;
-};
-
-struct Shared {
-  Exchange exchange;
-  Task task;
-  int is_last;
-  // What one thread found for all.
-  int found;
-  float found_y;
-  int count;  // of a list that warps append to
-  int64_t found_before, found_mass;
-  uint32_t bins[kBins];
-  int32_t group_list[kListedGroups];
-  // Candidates in canonical order.
-  float list_y[kListed];
-  int32_t list_ids[kListed];
-  // A list is sorted when its groups' maxima have done their work.
-  union {
-    float maxima[kCachedGroups];
-    uint64_t keys[kListed];
-    unsigned long long mass_bins[kBins];
-  };
-};
-
-// Maxima of groups: a copy close by, or where the first pass left them.
-struct Maxima {
-  const float* cached;
-  const float* stored;
-
-  __device__ float operator[](int group) const {
-    return cached != nullptr ? cached[group] : __ldcg(stored + group);
-  }
+  float largest;                 // of y, once it is known
+  float raw_largest;             // of the logits
+  int64_t total;                 // mass of y at the row's temperature, where that is wanted
+  int64_t raw_total;             // mass of the logits; -1 where it is still to be found out
+  uint64_t word;                 // of the draw
+  int32_t header[kHeaderWords];  // of the parameters
+  int32_t state[kStateRecent];   // before the step, without the recent tokens
 };
 
 // A token with its y.
@@ -81,6 +49,50 @@ struct Selection {
   Kept kept;
   int64_t total;
   int num_kept;
+};
+
+// A group in which the draw ends: the mass of what is kept before it and in it.
+struct DrawnGroup {
+  int group;
+  int64_t before, mass;
+};
+
+struct Shared {
+  Exchange exchange;
+  Task task;
+  int is_last;
+  // What one thread found for all.
+  int found;
+  float found_y;
+  int count;  // of a list that warps append to
+  int64_t found_before, found_mass;
+  DrawnGroup drawn_group;
+  Selection selection;
+  int64_t raw_masses[kWarps];  // what each warp adds to the raw mass
+  alignas(16) uint32_t bins[kBins];
+  int32_t group_list[kListedGroups];
+  // Candidates in canonical order.
+  float list_y[kListed];
+  int32_t list_ids[kListed];
+  // A list is sorted when its groups' maxima have done their work.
+  union {
+    float maxima[kCachedGroups];
+    uint64_t keys[kListed];
+    unsigned long long mass_bins[kBins];
+    struct {
+      int64_t list_masses[kThreads], sorted_masses[kThreads];
+    };
+  };
+};
+
+// Maxima of groups: a copy close by, or where the first pass left them.
+struct Maxima {
+  const float* cached;
+  const float* stored;
+
+  __device__ float operator[](int group) const {
+    return cached != nullptr ? cached[group] : __ldcg(stored + group);
+  }
 };
 
 }  // namespace graphed_sampling

@@ -23,10 +23,9 @@ struct Wishes {
   bool both;   // whether the same maxima have sums at two temperatures
 };
 
-__device__ inline Wishes wishes_of(const Row& row) {
-  Wishes wishes = {row.has(kTotal), row.has(kMean), row.has(kRaw),
-                   row.checks != 0 || row.has(kLists), false};
-  wishes.both = !wishes.split && wishes.total && wishes.raw && row.scale != kLog2E;
+__device__ inline Wishes wishes_of(int flags, bool split, float scale) {
+  Wishes wishes = {(flags & kTotal) != 0, (flags & kMean) != 0, (flags & kRaw) != 0, split, false};
+  wishes.both = !split && wishes.total && wishes.raw && scale != kLog2E;
   return wishes;
 }
 
