@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
+constexpr int kMaxCluster = 1;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kMaxDynamicShared = 227 << 10;
 // What a launch may have without cudaFuncSetAttribute.
@@ -169,6 +170,7 @@ bool shuffled = false;
 Generator generator;
 std::map<const void*, size_t> dynamic_shared_limits;
 cudaError_t last_error = cudaSuccess;
+int most_clusters_number = 1000;
 
 Warp warps[kMaxThreads / kWarp];
 Barrier barrier;
@@ -464,6 +466,16 @@ void run_block(const GuardedMemory& stacks) {
   }
 }
 
+cudaError_t check_shape(const void* kernel, int threads, size_t dynamic_shared_bytes, int cluster) {
+  if (threads < 1 || threads > kMaxThreads || cluster < 1 || cluster > kMaxCluster) {
+    return cudaErrorInvalidConfiguration;
+  }
+  const auto limit = dynamic_shared_limits.find(kernel);
+  const size_t allowed = limit == dynamic_shared_limits.end() ? 0 : limit->second;
+  return dynamic_shared_bytes > std::max(kDefaultDynamicShared, allowed) ? cudaErrorInvalidValue
+                                                                         : cudaSuccess;
+}
+
 }  // namespace
 
 void set_order(uint64_t seed) {
@@ -556,6 +568,14 @@ void trap(const char* message, Site site) { fail(std::string("met ") + message +
 
 void* dynamic_shared() { return shared_start; }
 
+unsigned cluster_size() { return 1; }
+unsigned cluster_rank() { return 0; }
+void cluster_arrive(Site) {}
+void cluster_wait(Site) {}
+void* address_of_block(const volatile void* mine, unsigned, Site) {
+  return const_cast<void*>(mine);
+}
+
 cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes) {
   const std::lock_guard lock(launch_mutex);
   if (bytes < 0 || static_cast<size_t>(bytes) > kMaxDynamicShared) {
@@ -565,22 +585,31 @@ cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes) {
   return cudaSuccess;
 }
 
+void set_most_clusters(int number) {
+  const std::lock_guard lock(launch_mutex);
+  most_clusters_number = number;
+}
+
+cudaError_t count_clusters(int* number, const void* kernel, int threads,
+                           size_t dynamic_shared_bytes, int cluster) {
+  const std::lock_guard lock(launch_mutex);
+  const cudaError_t error = check_shape(kernel, threads, dynamic_shared_bytes, cluster);
+  *number = error == cudaSuccess ? most_clusters_number : 0;
+  return error;
+}
+
 cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim3 grid, int threads,
-                     size_t dynamic_shared_bytes) {
+                     size_t dynamic_shared_bytes, int cluster) {
   static const GuardedMemory stacks(kMaxThreads, kStackBytes);
   // Its end is that of what was asked for: what lies behind it is no memory.
   static const GuardedMemory shared(1, kMaxDynamicShared);
   const std::lock_guard lock(launch_mutex);
-  if (threads < 1 || threads > kMaxThreads || grid.x < 1 || grid.y < 1 || grid.z < 1 ||
-      grid.x > 0x7FFFFFFF || grid.y > 65535 || grid.z > 65535) {
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7FFFFFFF || grid.y > 65535 ||
+      grid.z > 65535 || cluster < 1 || grid.x % static_cast<unsigned>(cluster) != 0) {
     return last_error = cudaErrorInvalidConfiguration;
   }
-  const auto limit = dynamic_shared_limits.find(kernel);
-  if (dynamic_shared_bytes > std::max(kDefaultDynamicShared, limit == dynamic_shared_limits.end()
-                                                                 ? size_t{0}
-                                                                 : limit->second)) {
-    return last_error = cudaErrorInvalidValue;
-  }
+  const cudaError_t error = check_shape(kernel, threads, dynamic_shared_bytes, cluster);
+  if (error != cudaSuccess) return last_error = error;
   shared_start = shared.end(0) - (dynamic_shared_bytes + 15) / 16 * 16;
   races::start_launch(stacks.begin(0), stacks.end(kMaxThreads - 1), shared_start, shared.end(0));
   kernel_invoke = invoke;

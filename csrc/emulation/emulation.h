@@ -163,15 +163,25 @@ void yield();
 [[noreturn]] void trap(const char* message, Site site);
 void* dynamic_shared();
 
+unsigned cluster_size();
+unsigned cluster_rank();
+void cluster_arrive(Site site = Site::current());
+void cluster_wait(Site site = Site::current());
+void* address_of_block(const volatile void* mine, unsigned rank, Site site);
+template <class T>
+T* of_block(T* mine, unsigned rank, Site site = Site::current()) {
+  return static_cast<T*>(address_of_block(mine, rank, site));
+}
+
 using Invoke = void (*)(const void* closure);
 cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim3 grid, int threads,
-                     size_t dynamic_shared_bytes);
+                     size_t dynamic_shared_bytes, int cluster);
 cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes);
 
 // Returns what a launch with such numbers would return; raises what the kernel does wrong.
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t dynamic_shared_bytes,
-                   A... arguments) {
+                   int cluster, A... arguments) {
   struct Closure {
     void (*kernel)(P...);
     std::tuple<P...> arguments;
@@ -181,7 +191,18 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t dynamic_
     std::apply(self->kernel, self->arguments);
   };
   return run_grid(reinterpret_cast<const void*>(kernel), invoke, &closure, grid, threads,
-                  dynamic_shared_bytes);
+                  dynamic_shared_bytes, cluster);
+}
+
+// What most_clusters() says of every shape that a launch may have.
+void set_most_clusters(int number);
+cudaError_t count_clusters(int* number, const void* kernel, int threads,
+                           size_t dynamic_shared_bytes, int cluster);
+template <class... P>
+cudaError_t most_clusters(int* number, void (*kernel)(P...), int threads,
+                          size_t dynamic_shared_bytes, int cluster) {
+  return count_clusters(number, reinterpret_cast<const void*>(kernel), threads,
+                        dynamic_shared_bytes, cluster);
 }
 
 template <class T>

@@ -21,7 +21,7 @@ inline void expect(bool condition, const std::string& what,
 template <class... P, class... A>
 void run(void (*kernel)(P...), dim3 grid, int threads, A... arguments) {
   const cudaError_t error =
-      launch_kernel(kernel, grid, threads, 1024, cudaStream_t{}, true, arguments...);
+      launch_kernel(kernel, grid, threads, 1024, cudaStream_t{}, true, 1, arguments...);
   expect(error == cudaSuccess, cudaGetErrorString(error));
 }
 
@@ -393,14 +393,14 @@ inline void check_failures() {
   expect_failure({"thread 40 met __trap()", "selftest.h:"}, wrong_kernel, 64, 8);
   expect_failure({"__syncthreads_or", "wait at __syncthreads"}, wrong_kernel, 64, 9);
   expect_failure({"lanes that have ended or never were, 0xffff0000"}, wrong_kernel, 16, 6);
-  expect(launch_kernel(wrong_kernel, 1, 2000, 0, cudaStream_t{}, false, 10) ==
+  expect(launch_kernel(wrong_kernel, 1, 2000, 0, cudaStream_t{}, false, 1, 10) ==
                  cudaErrorInvalidConfiguration &&
              cudaGetLastError() == cudaErrorInvalidConfiguration &&
              cudaGetLastError() == cudaSuccess,
          "a launch of too many threads");
-  expect(
-      launch_kernel(wrong_kernel, 1, 32, 60000, cudaStream_t{}, false, 10) == cudaErrorInvalidValue,
-      "a launch with too much shared memory");
+  expect(launch_kernel(wrong_kernel, 1, 32, 60000, cudaStream_t{}, false, 1, 10) ==
+             cudaErrorInvalidValue,
+         "a launch with too much shared memory");
 }
 
 // A barrier is missing: some orders must show it, whichever does not.
