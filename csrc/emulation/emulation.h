@@ -133,6 +133,7 @@ enum class Collective : uint8_t {
   kSyncThreadsCount,
   kSyncThreadsOr,
   kSyncThreadsAnd,
+  kClusterWait,
   kSyncWarp,
   kShuffle,
   kShuffleUp,
