@@ -556,7 +556,7 @@ __global__ void wrong_cluster_kernel(int what) {
   }
 }
 
-inline void check_clusters() {
+inline void check_clusters_of_all_sizes() {
   check_cluster(1, dim3(3), 64);
   check_cluster(2, dim3(2), 64);
   check_cluster(2, dim3(4, 3), 96);
@@ -571,7 +571,9 @@ inline void check_clusters() {
     const int expected = i < 32 ? 205 : i >= 128 && i < 128 + 34 ? 5 : 0;
     expect(results[i] == expected, "blocks that have exited");
   }
+}
 
+inline void check_cluster_failures() {
   const auto fails = [](std::vector<std::string> words, int what) {
     words.push_back("kernel block (");
     expect_cluster_failure(words, wrong_cluster_kernel, 2, 64, what);
@@ -671,7 +673,8 @@ inline void check_everything() {
   check_divergence();
   check_atomics();
   check_failures();
-  check_clusters();
+  check_clusters_of_all_sizes();
+  check_cluster_failures();
   check_orders();
   check_cluster_orders();
 }
