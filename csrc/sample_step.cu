@@ -467,7 +467,7 @@ cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic
   // Blocks of a row lie side by side, so that rows are through one after the other.
   const dim3 grid(static_cast<unsigned>(int64_t{arguments.rows} * chosen.blocks_of_row));
   const auto launch = [&](void (*kernel)(StepArguments)) {
-    return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, chosen);
+    return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, 1, chosen);
   };
   switch (arguments.logits_type) {
     case LogitsType::kFloat32:

@@ -119,26 +119,138 @@ __device__ __forceinline__ void grid_dependency_launch() {
 #endif
 }
 
+// Clusters: neighbours in grid.x, as many as the launch says, that run side by side and reach each
+// other's shared memory. A kernel of a plain launch is a cluster of one block, and so is any that
+// is compiled for devices before 9.0.
+//
+// A thread says by cluster_arrive() that what it has done so far may be relied on, and waits by
+// cluster_wait() until all threads of the cluster have said so, or have exited; in between it may
+// do other things. The two take turns, and all threads of a warp call them together. A block must
+// not exit before the others are done with its shared memory.
+#ifdef __CUDACC__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ unsigned cluster_size() {
+  unsigned size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where the block of that rank has what this one has at `mine`, in shared memory. The address is a
+// generic one, for ordinary loads, stores and atomics.
+template <class T>
+__device__ __forceinline__ T* of_block(T* mine, unsigned rank) {
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(mine)), "r"(rank));
+  return reinterpret_cast<T*>(address);
+}
+#else
+__device__ __forceinline__ unsigned cluster_size() { return 1; }
+__device__ __forceinline__ unsigned cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+template <class T>
+__device__ __forceinline__ T* of_block(T* mine, unsigned) {
+  return mine;
+}
+#endif
+#else
+using emulation::cluster_arrive;
+using emulation::cluster_rank;
+using emulation::cluster_size;
+using emulation::cluster_wait;
+using emulation::of_block;
+#endif
+
+#ifdef __CUDACC__
+// Larger clusters are not for every device, so CUDA wants to be asked for them.
+template <class... P>
+cudaError_t allow_cluster(void (*kernel)(P...), int cluster) {
+  constexpr int kPortable = 8;
+  if (cluster <= kPortable) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+inline cudaLaunchAttribute cluster_attribute(int cluster) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+#endif
+
+// Launches may ask for as much dynamic shared memory; without this call for 48 KiB.
+template <class... P>
+cudaError_t allow_dynamic_shared(void (*kernel)(P...), int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+// How many clusters of such blocks the device holds at once, in `number`: 0 with an error.
+template <class... P>
+cudaError_t most_clusters(int* number, void (*kernel)(P...), int threads, size_t dynamic_shared,
+                          int cluster) {
+  *number = 0;
+#ifdef __CUDACC__
+  cudaError_t error = allow_cluster(kernel, cluster);
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute = cluster_attribute(cluster);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = dynamic_shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaOccupancyMaxActiveClusters(number, kernel, &config);
+  }
+  if (error != cudaSuccess) {
+    *number = 0;
+    cudaGetLastError();  // it is told here, and no launch's
+  }
+  return error;
+#else
+  return emulation::most_clusters(number, kernel, threads, dynamic_shared, cluster);
+#endif
+}
+
 // `programmatic`: the grid may start before the one in front of it on the stream has finished, so
-// the kernel must call grid_dependency_wait(). Devices before 9.0 do not know it: pass false there.
+// the kernel must call grid_dependency_wait(). `cluster`: how many blocks make one, which divides
+// grid.x. Devices before 9.0 know neither: pass false and 1 there.
 template <class... P, class... A>
 cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t dynamic_shared,
-                          cudaStream_t stream, bool programmatic, A... arguments) {
+                          cudaStream_t stream, bool programmatic, int cluster, A... arguments) {
 #ifdef __CUDACC__
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  if (const cudaError_t error = allow_cluster(kernel, cluster); error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = dynamic_shared;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
+  config.attrs = attributes;
+  if (programmatic) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) attributes[config.numAttrs++] = cluster_attribute(cluster);
   return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 #else
   static_cast<void>(stream), static_cast<void>(programmatic);
-  return emulation::launch(kernel, grid, threads, dynamic_shared, arguments...);
+  return emulation::launch(kernel, grid, threads, dynamic_shared, cluster, arguments...);
 #endif
 }
 

@@ -1,5 +1,6 @@
 #include "emulation.h"
 
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
+constexpr int kMaxCluster = 16;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kMaxDynamicShared = 227 << 10;
 // What a launch may have without cudaFuncSetAttribute.
@@ -23,11 +25,11 @@ constexpr size_t kDefaultDynamicShared = 48 << 10;
 
 constexpr const char* kNames[] = {
     "nothing",           "__syncthreads",     "__syncthreads_count", "__syncthreads_or",
-    "__syncthreads_and", "__syncwarp",        "__shfl_sync",         "__shfl_up_sync",
-    "__shfl_down_sync",  "__shfl_xor_sync",   "__ballot_sync",       "__any_sync",
-    "__all_sync",        "__match_any_sync",  "__match_all_sync",    "__reduce_add_sync",
-    "__reduce_min_sync", "__reduce_max_sync", "__reduce_min_sync",   "__reduce_max_sync",
-    "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync",
+    "__syncthreads_and", "cluster_wait",      "__syncwarp",          "__shfl_sync",
+    "__shfl_up_sync",    "__shfl_down_sync",  "__shfl_xor_sync",     "__ballot_sync",
+    "__any_sync",        "__all_sync",        "__match_any_sync",    "__match_all_sync",
+    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",   "__reduce_min_sync",
+    "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync",    "__reduce_xor_sync",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Collective::kReduceXor) + 1);
 
@@ -89,7 +91,8 @@ void start_context(Context& context, std::byte*, std::byte* top, void (*entry)()
 }
 #endif
 
-// Memory with an inaccessible page below every part of it, and one behind the last.
+// Memory with an inaccessible page below every part of it, and one behind the last. Parts are
+// inaccessible too until they are opened.
 class GuardedMemory {
  public:
   GuardedMemory(size_t parts, size_t bytes) {
@@ -100,17 +103,22 @@ class GuardedMemory {
         mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     start_ = static_cast<std::byte*>(memory);
-    for (size_t part = 0; part < parts; ++part) {
-      if (mprotect(begin(part), stride_ - guard_, PROT_READ | PROT_WRITE) != 0) {
-        throw std::bad_alloc();
-      }
-    }
   }
+  // The first so many parts, and those that were open before.
+  void open(size_t parts) {
+    for (; opened_ < parts; ++opened_) protect(opened_, PROT_READ | PROT_WRITE);
+  }
+  void open_again(size_t part) { protect(part, PROT_READ | PROT_WRITE); }
+  void close(size_t part) { protect(part, PROT_NONE); }
   std::byte* begin(size_t part) const { return start_ + part * stride_ + guard_; }
   std::byte* end(size_t part) const { return start_ + (part + 1) * stride_; }
 
  private:
-  size_t guard_, stride_;
+  void protect(size_t part, int protection) {
+    if (mprotect(begin(part), stride_ - guard_, protection) != 0) throw std::bad_alloc();
+  }
+
+  size_t guard_, stride_, opened_ = 0;
   std::byte* start_;
 };
 
@@ -137,6 +145,9 @@ struct Warp {
   Group groups[kWarp];
   int group_count;
   uint32_t ready, yielded, at_barrier, gone;
+  // Of the cluster's barrier: who has arrived and not yet waited; for whom of those it is complete;
+  // who is waiting.
+  uint32_t arrived, passed, at_cluster;
 };
 
 struct Barrier {
@@ -144,6 +155,16 @@ struct Barrier {
   int arrived;
   int count;  // predicates that were true
   int result;
+};
+
+// A block of the running cluster, at its rank.
+struct Block {
+  Warp warps[kMaxThreads / kWarp];
+  Barrier barrier;
+  int ended_count;
+  uint3 index;
+  std::byte *shared_begin, *shared_end;
+  bool closed;  // to everybody, since the block has exited
 };
 
 struct Generator {
@@ -169,27 +190,39 @@ bool shuffled = false;
 Generator generator;
 std::map<const void*, size_t> dynamic_shared_limits;
 cudaError_t last_error = cudaSuccess;
+int most_clusters_number = 1000;
 
-Warp warps[kMaxThreads / kWarp];
-Barrier barrier;
+Block blocks[kMaxCluster];
+int block_count = 1;
+Block* block = blocks;  // of the running fiber
 Context scheduler;
 Warp* warp = nullptr;  // of the running fiber
 int lane_number = 0;
-int thread_count = 0, warp_count = 0, ended_count = 0;
+int thread_count = 0, warp_count = 0;        // of a block
+int cluster_arrived = 0, cluster_ended = 0;  // threads
 Invoke kernel_invoke = nullptr;
 const void* kernel_closure = nullptr;
-std::byte* shared_start = nullptr;
+GuardedMemory* shared_memory = nullptr;
+bool has_yielded = false;  // somebody, since the block was entered
 std::string failure;
 bool failed = false;
 // In shuffled order: the lanes that were ready when the warp's turn began.
 uint8_t turn[kWarp];
 int turn_position = 0, turn_count = 0;
 
+unsigned running_rank() { return static_cast<unsigned>(block - blocks); }
+
+void enter_block(unsigned rank) {
+  block = &blocks[rank];
+  blockIdx = block->index;
+  races::enter_block(rank);
+}
+
 uint32_t lane_bit() { return 1u << lane_number; }
 
 void become(int lane) {
   lane_number = lane;
-  threadIdx.x = static_cast<unsigned>(static_cast<int>(warp - warps) * kWarp + lane);
+  threadIdx.x = static_cast<unsigned>(static_cast<int>(warp - block->warps) * kWarp + lane);
   warp->ready &= ~lane_bit();
 }
 
@@ -240,15 +273,38 @@ std::string describe_call(Collective kind, uint32_t mask, const Site& site) {
 }
 
 void finish_barrier() {
+  Barrier& barrier = block->barrier;
   barrier.result = barrier.kind == Collective::kSyncThreadsCount ? barrier.count
                    : barrier.kind == Collective::kSyncThreadsAnd ? barrier.count == barrier.arrived
                                                                  : barrier.count != 0;
   barrier.arrived = barrier.count = 0;
   races::meet_at_barrier();
   for (int i = 0; i < warp_count; ++i) {
-    warps[i].ready |= warps[i].at_barrier;
-    warps[i].at_barrier = 0;
+    block->warps[i].ready |= block->warps[i].at_barrier;
+    block->warps[i].at_barrier = 0;
   }
+}
+
+// Where the last thread has arrived or ended.
+void finish_cluster_barrier() {
+  if (cluster_arrived == 0 || cluster_arrived + cluster_ended < block_count * thread_count) return;
+  cluster_arrived = 0;
+  for (int rank = 0; rank < block_count; ++rank) {
+    for (int i = 0; i < warp_count; ++i) {
+      Warp& each = blocks[rank].warps[i];
+      each.passed = each.arrived;
+      each.ready |= each.at_cluster;
+      each.at_cluster = 0;
+    }
+  }
+}
+
+// Whose shared memory others must not touch any more.
+void end_block() {
+  races::exit_block();
+  if (block_count == 1) return;
+  shared_memory->close(running_rank());
+  block->closed = true;
 }
 
 template <class Function>
@@ -369,8 +425,10 @@ void finish_group(const Group& group) {
 
 // A lane that exits: nobody may count on it any more.
 void end_lane() {
+  if ((warp->arrived & lane_bit()) != 0) fail("ends between cluster_arrive and cluster_wait");
   warp->gone |= lane_bit();
-  ++ended_count;
+  ++block->ended_count;
+  ++cluster_ended;
   for (int i = 0; i < warp->group_count; ++i) {
     const Group& group = warp->groups[i];
     if ((group.mask & lane_bit()) == 0) continue;
@@ -379,7 +437,10 @@ void end_lane() {
     fail("ends while lane " + std::to_string(waiting) + " of its warp waits for it at " +
          describe_call(other.waits_at, other.mask, other.site));
   }
-  if (barrier.arrived > 0 && barrier.arrived + ended_count == thread_count) finish_barrier();
+  const int at_barrier = block->barrier.arrived;
+  if (at_barrier > 0 && at_barrier + block->ended_count == thread_count) finish_barrier();
+  finish_cluster_barrier();
+  if (block->ended_count == thread_count) end_block();
 }
 
 // noexcept: there is nothing below this frame that could catch.
@@ -392,7 +453,7 @@ void fiber_main() noexcept {
 
 // One visit of a warp. In ascending order it goes as far as it can without the others.
 bool run_warp(int index) {
-  warp = &warps[index];
+  warp = &block->warps[index];
   const bool progress = (warp->ready | warp->yielded) != 0;
   lane_number = kWarp - 1;  // so that the first lane is next
   turn_position = turn_count = 0;
@@ -410,15 +471,13 @@ bool run_warp(int index) {
   return progress;
 }
 
-// Who waits where, neighbours that wait at the same place together.
-[[noreturn]] void fail_for_deadlock() {
-  std::ostringstream text;
-  text << "deadlock: no thread can run";
-  const auto lane_of = [](int thread) -> const Lane& {
-    return warps[thread / kWarp].lanes[thread % kWarp];
+// Who of a block waits where, neighbours that wait at the same place together.
+void describe_threads(const Block& waiting, std::ostringstream& text) {
+  const auto lane_of = [&](int thread) -> const Lane& {
+    return waiting.warps[thread / kWarp].lanes[thread % kWarp];
   };
-  const auto has_ended = [](int thread) {
-    return (warps[thread / kWarp].gone >> (thread % kWarp) & 1) != 0;
+  const auto has_ended = [&](int thread) {
+    return (waiting.warps[thread / kWarp].gone >> (thread % kWarp) & 1) != 0;
   };
   for (int first = 0, end = 0; first < thread_count; first = end) {
     const auto same = [&](int thread) {
@@ -433,35 +492,110 @@ bool run_warp(int index) {
     text << (has_ended(first) ? " ended"
                               : " at " + describe_call(lane.waits_at, lane.mask, lane.site));
   }
+}
+
+[[noreturn]] void fail_for_deadlock() {
+  std::ostringstream text;
+  text << "deadlock: no thread can run";
+  for (int rank = 0; rank < block_count; ++rank) {
+    if (block_count > 1) text << "; in the cluster's block " << rank;
+    describe_threads(blocks[rank], text);
+  }
   throw std::runtime_error(text.str());
 }
 
-void run_block(const GuardedMemory& stacks) {
-  ended_count = 0;
-  barrier = {};
-  failed = false;
-  std::array<uint8_t, kMaxThreads / kWarp> order;
+void start_block(int rank, const GuardedMemory& stacks) {
+  Block& started_block = blocks[rank];
+  started_block.barrier = {};
+  started_block.ended_count = 0;
   for (int index = 0; index < warp_count; ++index) {
-    Warp& started = warps[index];
+    Warp& started = started_block.warps[index];
     const int lanes = std::min(thread_count - index * kWarp, kWarp);
     started.ready = lanes == kWarp ? ~0u : (1u << lanes) - 1;
     started.gone = ~started.ready;
     started.at_barrier = started.yielded = 0;
+    started.arrived = started.passed = started.at_cluster = 0;
     started.group_count = 0;
     for (int lane = 0; lane < lanes; ++lane) {
-      const auto thread = static_cast<size_t>(index * kWarp + lane);
+      const auto fiber = static_cast<size_t>(rank * thread_count + index * kWarp + lane);
       // Tops at various places of a page, lest they all compete for the same lines of the cache.
-      std::byte* top = stacks.end(thread) - thread * 192 % 4096;
-      start_context(started.lanes[lane].context, stacks.begin(thread), top, fiber_main);
+      std::byte* top = stacks.end(fiber) - fiber * 192 % 4096;
+      start_context(started.lanes[lane].context, stacks.begin(fiber), top, fiber_main);
     }
-    order[static_cast<size_t>(index)] = static_cast<uint8_t>(index);
   }
-  while (ended_count < thread_count) {
+}
+
+// Visits of a block's warps, again and again: in ascending order as long as it can go on without
+// other blocks, which is quicker than to take turns, else for a while.
+bool run_block(int rank) {
+  enter_block(static_cast<unsigned>(rank));
+  std::array<uint8_t, kMaxThreads / kWarp> order;
+  std::iota(order.begin(), order.end(), uint8_t{0});
+  bool any_progress = false, progress = true;
+  has_yielded = false;
+  for (uint32_t rounds = shuffled ? 1 + generator.below(8) : ~0u;
+       progress && !has_yielded && rounds > 0; --rounds) {
     if (shuffled) generator.shuffle(order.data(), static_cast<size_t>(warp_count));
-    bool progress = false;
+    progress = false;
     for (int i = 0; i < warp_count; ++i) progress |= run_warp(order[static_cast<size_t>(i)]);
+    any_progress |= progress;
+  }
+  return any_progress;
+}
+
+void run_cluster(const GuardedMemory& stacks) {
+  cluster_arrived = cluster_ended = 0;
+  failed = false;
+  for (int rank = 0; rank < block_count; ++rank) start_block(rank, stacks);
+  std::array<uint8_t, kMaxCluster> order;
+  std::iota(order.begin(), order.end(), uint8_t{0});
+  while (cluster_ended < block_count * thread_count) {
+    if (shuffled) generator.shuffle(order.data(), static_cast<size_t>(block_count));
+    bool progress = false;
+    for (int i = 0; i < block_count; ++i) progress |= run_block(order[static_cast<size_t>(i)]);
     if (!progress) fail_for_deadlock();
   }
+}
+
+// While it lives, a thread that touches the shared memory of a block that has exited fails, where
+// else the process would end. The kernel's code is what the signal interrupts, so the handler may
+// do what a collective may, and need not return.
+class WatchForExitedBlocks {
+ public:
+  WatchForExitedBlocks() {
+    struct sigaction action = {};
+    action.sa_sigaction = handle;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(SIGSEGV, &action, &before_);
+  }
+  ~WatchForExitedBlocks() { sigaction(SIGSEGV, &before_, nullptr); }
+  WatchForExitedBlocks(const WatchForExitedBlocks&) = delete;
+  WatchForExitedBlocks& operator=(const WatchForExitedBlocks&) = delete;
+
+ private:
+  static void handle(int, siginfo_t* info, void*) {
+    for (int rank = 0; rank < block_count; ++rank) {
+      const Block& other = blocks[rank];
+      if (info->si_addr >= other.shared_begin && info->si_addr < other.shared_end && other.closed) {
+        fail("touches shared memory of the cluster's block " + std::to_string(rank) +
+             ", which has exited");
+      }
+    }
+    // Anything else happens again on return, and is no business of this one.
+    sigaction(SIGSEGV, &before_, nullptr);
+  }
+
+  inline static struct sigaction before_;
+};
+
+cudaError_t check_shape(const void* kernel, int threads, size_t dynamic_shared_bytes, int cluster) {
+  if (threads < 1 || threads > kMaxThreads || cluster < 1 || cluster > kMaxCluster) {
+    return cudaErrorInvalidConfiguration;
+  }
+  const auto limit = dynamic_shared_limits.find(kernel);
+  const size_t allowed = limit == dynamic_shared_limits.end() ? 0 : limit->second;
+  return dynamic_shared_bytes > std::max(kDefaultDynamicShared, allowed) ? cudaErrorInvalidValue
+                                                                         : cudaSuccess;
 }
 
 }  // namespace
@@ -474,6 +608,7 @@ void set_order(uint64_t seed) {
 }
 
 int wait_for_block(Collective kind, bool predicate, Site site) {
+  Barrier& barrier = block->barrier;
   if (barrier.arrived > 0 && barrier.kind != kind) {
     fail("is at " + describe_call(kind, 0, site) + " while others wait at " +
          kNames[static_cast<int>(barrier.kind)]);
@@ -481,7 +616,7 @@ int wait_for_block(Collective kind, bool predicate, Site site) {
   barrier.kind = kind;
   barrier.count += predicate;
   ++barrier.arrived;
-  if (barrier.arrived + ended_count == thread_count) {
+  if (barrier.arrived + block->ended_count == thread_count) {
     finish_barrier();
   } else {
     Lane& lane = warp->lanes[lane_number];
@@ -533,7 +668,7 @@ uint64_t wait_for_warp(Collective kind, uint32_t mask, uint64_t value, int bytes
   if (group.arrived == mask) {
     finish_group(group);
     if (kind == Collective::kSyncWarp) {
-      races::meet_at_syncwarp(static_cast<int>(warp - warps), mask);
+      races::meet_at_syncwarp(static_cast<int>(warp - block->warps), mask);
     }
     group = warp->groups[--warp->group_count];
     warp->ready |= mask & ~bit;
@@ -549,12 +684,61 @@ uint64_t wait_for_warp(Collective kind, uint32_t mask, uint64_t value, int bytes
 
 void yield() {
   warp->yielded |= lane_bit();
+  has_yielded = true;
   suspend();
 }
 
 void trap(const char* message, Site site) { fail(std::string("met ") + message + describe(site)); }
 
-void* dynamic_shared() { return shared_start; }
+void* dynamic_shared() { return block->shared_begin; }
+
+unsigned cluster_size() { return static_cast<unsigned>(block_count); }
+
+unsigned cluster_rank() { return running_rank(); }
+
+void cluster_arrive(Site site) {
+  if ((warp->arrived & lane_bit()) != 0) {
+    fail("is at cluster_arrive" + describe(site) + " again, without cluster_wait");
+  }
+  races::arrive_at_cluster();
+  warp->arrived |= lane_bit();
+  ++cluster_arrived;
+  finish_cluster_barrier();
+}
+
+void cluster_wait(Site site) {
+  if ((warp->arrived & lane_bit()) == 0) {
+    fail("is at cluster_wait" + describe(site) + " without cluster_arrive");
+  }
+  if ((warp->passed & lane_bit()) == 0) {
+    Lane& lane = warp->lanes[lane_number];
+    lane.waits_at = Collective::kClusterWait;
+    lane.mask = 0;
+    lane.site = site;
+    warp->at_cluster |= lane_bit();
+    suspend();
+  }
+  races::wait_for_cluster();
+  warp->arrived &= ~lane_bit();
+  warp->passed &= ~lane_bit();
+}
+
+void* address_of_block(const volatile void* mine, unsigned rank, Site site) {
+  const auto complain = [&](const std::string& what) {
+    fail("asks by of_block" + describe(site) + " for " + what);
+  };
+  auto* place = static_cast<std::byte*>(const_cast<void*>(mine));
+  if (rank >= cluster_size()) complain("block " + std::to_string(rank) + " of a smaller cluster");
+  if (rank == running_rank()) return place;
+  if (place < block->shared_begin || place > block->shared_end) {
+    complain("what is not in its dynamic shared memory");
+  }
+  const Block& other = blocks[rank];
+  if (other.closed) {
+    complain("shared memory of the cluster's block " + std::to_string(rank) + ", which has exited");
+  }
+  return other.shared_begin + (place - block->shared_begin);
+}
 
 cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes) {
   const std::lock_guard lock(launch_mutex);
@@ -565,51 +749,76 @@ cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes) {
   return cudaSuccess;
 }
 
-cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim3 grid, int threads,
-                     size_t dynamic_shared_bytes) {
-  static const GuardedMemory stacks(kMaxThreads, kStackBytes);
-  // Its end is that of what was asked for: what lies behind it is no memory.
-  static const GuardedMemory shared(1, kMaxDynamicShared);
+void set_most_clusters(int number) {
   const std::lock_guard lock(launch_mutex);
-  if (threads < 1 || threads > kMaxThreads || grid.x < 1 || grid.y < 1 || grid.z < 1 ||
-      grid.x > 0x7FFFFFFF || grid.y > 65535 || grid.z > 65535) {
+  most_clusters_number = number;
+}
+
+cudaError_t count_clusters(int* number, const void* kernel, int threads,
+                           size_t dynamic_shared_bytes, int cluster) {
+  const std::lock_guard lock(launch_mutex);
+  const cudaError_t error = check_shape(kernel, threads, dynamic_shared_bytes, cluster);
+  *number = error == cudaSuccess ? most_clusters_number : 0;
+  return error;
+}
+
+cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim3 grid, int threads,
+                     size_t dynamic_shared_bytes, int cluster) {
+  static GuardedMemory stacks(kMaxCluster * kMaxThreads, kStackBytes);
+  // The end of a part is that of what was asked for: what lies behind it is no memory.
+  static GuardedMemory shared(kMaxCluster, kMaxDynamicShared);
+  const std::lock_guard lock(launch_mutex);
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7FFFFFFF || grid.y > 65535 ||
+      grid.z > 65535 || cluster < 1 || grid.x % static_cast<unsigned>(cluster) != 0) {
     return last_error = cudaErrorInvalidConfiguration;
   }
-  const auto limit = dynamic_shared_limits.find(kernel);
-  if (dynamic_shared_bytes > std::max(kDefaultDynamicShared, limit == dynamic_shared_limits.end()
-                                                                 ? size_t{0}
-                                                                 : limit->second)) {
-    return last_error = cudaErrorInvalidValue;
-  }
-  shared_start = shared.end(0) - (dynamic_shared_bytes + 15) / 16 * 16;
-  races::start_launch(stacks.begin(0), stacks.end(kMaxThreads - 1), shared_start, shared.end(0));
+  const cudaError_t error = check_shape(kernel, threads, dynamic_shared_bytes, cluster);
+  if (error != cudaSuccess) return last_error = error;
+  const auto size = static_cast<unsigned>(cluster);
+  const auto fibers = static_cast<size_t>(cluster * threads);
+  stacks.open(fibers);
+  shared.open(size);
+  races::start_launch(stacks.begin(0), stacks.end(fibers - 1));
   kernel_invoke = invoke;
   kernel_closure = closure;
+  block_count = cluster;
   thread_count = threads;
   warp_count = (threads + kWarp - 1) / kWarp;
+  shared_memory = &shared;
   threadIdx = {};
   gridDim = grid;
   blockDim = dim3(static_cast<unsigned>(threads));
+  std::optional<WatchForExitedBlocks> watch;
+  if (cluster > 1) watch.emplace();
 
-  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  const unsigned in_x = grid.x / size;
+  const uint64_t clusters = uint64_t{in_x} * grid.y * grid.z;
   std::vector<uint64_t> order;
   if (shuffled) {
-    order.resize(blocks);
+    order.resize(clusters);
     std::iota(order.begin(), order.end(), uint64_t{0});
-    generator.shuffle(order.data(), blocks);
+    generator.shuffle(order.data(), clusters);
   }
-  for (uint64_t i = 0; i < blocks; ++i) {
-    const uint64_t block = shuffled ? order[i] : i;
-    blockIdx = {static_cast<unsigned>(block % grid.x),
-                static_cast<unsigned>(block / grid.x % grid.y),
-                static_cast<unsigned>(block / grid.x / grid.y)};
-    std::fill(shared_start, shared.end(0), std::byte{0xFF});
-    races::start_block();
+  for (uint64_t i = 0; i < clusters; ++i) {
+    const uint64_t number = shuffled ? order[i] : i;
+    races::start_cluster(cluster);
+    for (unsigned rank = 0; rank < size; ++rank) {
+      Block& each = blocks[rank];
+      each.index = {static_cast<unsigned>(number % in_x) * size + rank,
+                    static_cast<unsigned>(number / in_x % grid.y),
+                    static_cast<unsigned>(number / in_x / grid.y)};
+      if (std::exchange(each.closed, false)) shared.open_again(rank);
+      each.shared_end = shared.end(rank);
+      each.shared_begin = each.shared_end - (dynamic_shared_bytes + 15) / 16 * 16;
+      std::fill(each.shared_begin, each.shared_end, std::byte{0xFF});
+      races::start_block(each.index, each.shared_begin, each.shared_end);
+    }
+    enter_block(0);
     try {
-      run_block(stacks);
-      races::end_block();
+      run_cluster(stacks);
+      races::end_cluster();
     } catch (const std::runtime_error& error) {
-      races::end_block();
+      races::end_cluster();
       std::ostringstream text;
       text << "kernel block (" << blockIdx.x << ", " << blockIdx.y << ", " << blockIdx.z << "): ";
       throw std::runtime_error(text.str() + error.what());

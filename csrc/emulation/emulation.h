@@ -1,21 +1,27 @@
 // CUDA's kernel language as plain C++, so that kernels run, slowly, where there is no GPU.
 //
-// Each thread of a block is a fiber, which runs until it waits at a collective or ends; blocks run
-// one after the other, and so do launches. What that can show:
+// Each thread of a block is a fiber, which runs until it waits at a collective or ends. The blocks
+// of a cluster run side by side, each with dynamic shared memory of its own; clusters (a block each
+// where a launch asks for none) run one after the other, and so do launches. What that can show:
 //
 //   - values: the arithmetic is IEEE's, as nvcc's is with -fmad=false (compile this side with
 //     -ffp-contract=off). ex2_approx and lg2_approx are exact here and approximate on a GPU.
 //   - barriers that are missing: `set_order` shuffles who runs next, `__shared__` memory is the
 //     last block's, and dynamic shared memory starts as all ones.
+//   - blocks that exit too early: to touch the shared memory of one that has exited raises.
 //   - collectives that CUDA leaves undefined: threads that never come, masks that disagree, lanes
-//     that have exited (CUDA would overlook those) raise std::runtime_error.
+//     that have exited (CUDA would overlook those) raise std::runtime_error. So do
+//     cluster_arrive() and cluster_wait() that do not take turns.
 //
 // What it cannot show: races between two collectives that come out right in either order (races.cpp
-// does, in a build of its own), blocks that run side by side (a kernel that spins on what another
-// block writes never returns), the order of memory operations, and times. A float out of an
-// integer's range must be converted by __float2int_rz() and its like, which saturate: a cast is
-// undefined in C++. PTX, <<<>>>, `extern __shared__`, cooperative groups and textures are not
-// there: see common/device.h.
+// does, in a build of its own), clusters that run side by side (a kernel that spins on what another
+// one writes never returns), the order of memory operations, lanes that come to a cluster's barrier
+// at various places (its instructions are .aligned), and times. A `__shared__` variable is a static
+// one and thus, in a cluster, one for all blocks: kernels in clusters of several must do without
+// (races.cpp finds those that do not), and reach of other blocks dynamic shared memory alone. A
+// float out of an integer's range must be converted by __float2int_rz() and its like, which
+// saturate: a cast is undefined in C++. PTX, <<<>>>, `extern __shared__`, cooperative groups and
+// textures are not there: see common/device.h.
 #pragma once
 
 #ifdef __CUDACC__
@@ -122,8 +128,8 @@ inline constexpr int warpSize = 32;
 
 namespace emulation {
 
-// 0: threads, warps and blocks in ascending order. Otherwise blocks, and warps and lanes anew at
-// every turn, are shuffled by a generator that starts from the seed.
+// 0: threads, warps, blocks and clusters in ascending order. Otherwise clusters, and their blocks,
+// warps and lanes anew at every turn, are shuffled by a generator that starts from the seed.
 void set_order(uint64_t seed);
 
 // Waits at collectives, as ever more threads arrive.
@@ -133,6 +139,7 @@ enum class Collective : uint8_t {
   kSyncThreadsCount,
   kSyncThreadsOr,
   kSyncThreadsAnd,
+  kClusterWait,
   kSyncWarp,
   kShuffle,
   kShuffleUp,
@@ -163,15 +170,25 @@ void yield();
 [[noreturn]] void trap(const char* message, Site site);
 void* dynamic_shared();
 
+unsigned cluster_size();
+unsigned cluster_rank();
+void cluster_arrive(Site site = Site::current());
+void cluster_wait(Site site = Site::current());
+void* address_of_block(const volatile void* mine, unsigned rank, Site site);
+template <class T>
+T* of_block(T* mine, unsigned rank, Site site = Site::current()) {
+  return static_cast<T*>(address_of_block(mine, rank, site));
+}
+
 using Invoke = void (*)(const void* closure);
 cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim3 grid, int threads,
-                     size_t dynamic_shared_bytes);
+                     size_t dynamic_shared_bytes, int cluster);
 cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes);
 
 // Returns what a launch with such numbers would return; raises what the kernel does wrong.
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t dynamic_shared_bytes,
-                   A... arguments) {
+                   int cluster, A... arguments) {
   struct Closure {
     void (*kernel)(P...);
     std::tuple<P...> arguments;
@@ -181,7 +198,18 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t dynamic_
     std::apply(self->kernel, self->arguments);
   };
   return run_grid(reinterpret_cast<const void*>(kernel), invoke, &closure, grid, threads,
-                  dynamic_shared_bytes);
+                  dynamic_shared_bytes, cluster);
+}
+
+// What most_clusters() says of every shape that a launch may have.
+void set_most_clusters(int number);
+cudaError_t count_clusters(int* number, const void* kernel, int threads,
+                           size_t dynamic_shared_bytes, int cluster);
+template <class... P>
+cudaError_t most_clusters(int* number, void (*kernel)(P...), int threads,
+                          size_t dynamic_shared_bytes, int cluster) {
+  return count_clusters(number, reinterpret_cast<const void*>(kernel), threads,
+                        dynamic_shared_bytes, cluster);
 }
 
 template <class T>

@@ -9,6 +9,11 @@
 //     shuffles, votes, matches and reductions that they order nothing.
 //   - Between blocks an atomic does: what a block did before its atomic comes before what another
 //     one does after an atomic on the same word. Fences are not looked at.
+//   - Within a cluster its barrier does: what a thread did before cluster_arrive() comes before
+//     what any thread does after the cluster_wait() that belongs to it.
+//
+// Each of these orders by itself; orders that follow only from several of them together (an atomic
+// behind the cluster's barrier, for another cluster) are not seen, and reported as races.
 //
 // Two atomics are no race, nor is an atomic with a __ldcg(), which may poll it. Beside races these
 // are found:
@@ -16,7 +21,10 @@
 //   - plain reads of what another block of the launch has written, which may come from a cache that
 //     does not know of it (a fence behind the atomic would do as well as __ldcg() does);
 //   - __ldg() of what the launch writes;
-//   - reads of __shared__ variables that the block has not written.
+//   - reads of __shared__ variables that the block has not written;
+//   - __shared__ variables in clusters of several blocks, which share them here;
+//   - accesses to another block's dynamic shared memory that may come after it has exited: nothing
+//     orders them before its end.
 //
 // Only code that runs is checked, in whichever order its threads run.
 #include "races.h"
@@ -38,12 +46,16 @@
 namespace emulation::races {
 namespace {
 
-constexpr int kWarp = 32, kMaxWarps = 32;
+constexpr int kWarp = 32, kMaxWarps = 32, kMaxCluster = 16;
 
 struct Range {
   uintptr_t begin = 0, end = 0;
   bool holds(uintptr_t address) const { return address >= begin && address < end; }
 };
+
+Range range(const std::byte* begin, const std::byte* end) {
+  return {reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(end)};
+}
 
 // Blocks are numbered from 1 on, through all launches, so what is left of earlier ones (or of
 // nobody, 0) is recognised and need not be cleared.
@@ -52,21 +64,55 @@ struct Access {
   uint32_t barriers = 0;  // of the block, before
   uint32_t syncs = 0;     // of the lane, from 1 on
   uint32_t code = 0;      // from the library's start
-  uint16_t thread = 0;
-  Kind kind = Kind::kPlain;
+  uint16_t thread : 12 = 0;
+  Kind kind : 4 = Kind::kPlain;
+  uint16_t arrivals = 0;  // at the cluster's barrier, of the thread, before
 
   int warp() const { return thread / kWarp; }
   int lane() const { return thread % kWarp; }
 };
 
+// A block of the running cluster, at its rank.
+struct Block {
+  uint32_t barriers;
+  // known[warp][lane][other]: how far the other lane was, counted in its syncs from 1 on, with what
+  // comes before anything that the lane does now.
+  uint32_t known[kMaxWarps][kWarp][kWarp];
+  // Of each thread, how often it has been at the cluster's barrier.
+  uint16_t arrivals[kMaxWarps * kWarp], waits[kMaxWarps * kWarp];
+  Range shared;
+  bool exited;
+};
+
+// All of it belongs to the launch that holds the emulator's mutex.
+bool running = false;
+Kind current_kind = Kind::kPlain;
+Range stacks, dynamic_shared, image;  // dynamic_shared: of all blocks of the cluster
+uintptr_t image_base = 0;
+Block blocks[kMaxCluster];
+Block* block = blocks;
+int cluster_size = 1;
+// Numbers of blocks: the running one, and the first ones of the launch and of the cluster.
+uint32_t block_number = 0, first_block = 1, cluster_first = 1;
+std::vector<uint3> block_indices;  // of the launch, from first_block on
+
 // Accesses of one sort by one block between two barriers, enough of them that whoever races with
 // any races with one of these (or, in warps that synchronise in parts, with nearly any): the first
-// one, one of another thread of its warp, one of another warp.
+// one, one of another thread of its warp, one of another warp. And the last one before of another
+// block of the cluster.
 class Recent {
+  using Array = std::array<Access, 4>;
+
  public:
   void add(const Access& now) {
     if (first().block != now.block || first().barriers != now.barriers) {
-      accesses_ = {now, {}, {}};
+      if (first().block == now.block || first().block < cluster_first) {
+        accesses_ = Array{now, {}, {}, accesses_[3]};
+      } else if (first().arrivals > now.arrivals) {
+        accesses_[3] = now;  // what the cluster's barrier orders later stays
+      } else {
+        accesses_ = Array{now, {}, {}, first()};
+      }
     } else if (first().warp() != now.warp()) {
       accesses_[2] = now;
     } else if (first().thread == now.thread || first().syncs < now.syncs) {
@@ -80,7 +126,7 @@ class Recent {
   auto end() const { return accesses_.end(); }
 
  private:
-  std::array<Access, 3> accesses_;
+  Array accesses_;
 };
 
 struct Cell {
@@ -88,7 +134,11 @@ struct Cell {
   Access constant;
 
   const Access& last_write() const {
-    return writes.first().block > atomics.first().block ? writes.first() : atomics.first();
+    const Access &plain = writes.first(), &atomic = atomics.first();
+    const bool of_cluster = plain.block >= cluster_first && atomic.block >= cluster_first;
+    return of_cluster && plain.arrivals != atomic.arrivals
+               ? (plain.arrivals > atomic.arrivals ? plain : atomic)
+               : (plain.block > atomic.block ? plain : atomic);
   }
 };
 
@@ -111,27 +161,28 @@ class Page {
   }
   Cell& cell(uintptr_t address) { return cells_[(address & (kBytes - 1)) >> width_]; }
   size_t size() const { return cells_.size(); }
+  const std::vector<Cell>& cells() const { return cells_; }
+  int width() const { return width_; }
 
  private:
   int width_ = kWidest;
   std::vector<Cell> cells_;
 };
 
-enum class Rule { kBarrier, kSyncwarp, kBlocks, kCached, kConstant, kUnwritten };
+enum class Rule {
+  kBarrier,
+  kSyncwarp,
+  kBlocks,
+  kCluster,
+  kCached,
+  kConstant,
+  kUnwritten,
+  kVariable,
+  kExited,
+};
 
-// So many cells, of 200 bytes, may stay from launch to launch.
+// So many cells, of 260 bytes, may stay from launch to launch.
 constexpr size_t kMostCells = size_t{1} << 21;
-
-// All of it belongs to the launch that holds the emulator's mutex.
-bool running = false;
-Kind current_kind = Kind::kPlain;
-Range stacks, dynamic_shared, image;
-uintptr_t image_base = 0;
-uint32_t block = 0, first_block = 1, barriers = 0;
-std::vector<uint3> block_indices;  // of the launch, from first_block on
-// known[warp][lane][other]: how far the other lane was, counted in its syncs from 1 on, with what
-// comes before anything that the lane does now.
-uint32_t known[kMaxWarps][kWarp][kWarp];
 
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 struct CachedPage {
@@ -140,13 +191,14 @@ struct CachedPage {
 };
 std::array<CachedPage, 256> page_cache;
 
-// Of words in global memory, the last atomic of each block of the launch.
+// Of words, the last atomic of each block of the launch, or in shared memory of the cluster.
 std::unordered_map<uintptr_t, std::vector<Access>> atomics;
-// Of an earlier block, its atomic and the one of the running block that came after it.
+// Of another block, its atomic and the first one after it of a block of the cluster.
 struct Meeting {
   Access theirs, ours;
 };
-std::unordered_map<uint32_t, Meeting> meetings;
+// By the numbers of both blocks.
+std::unordered_map<uint64_t, std::vector<Meeting>> meetings;
 
 std::vector<std::string> found;
 std::set<std::tuple<Rule, uint32_t, uint32_t>> seen;
@@ -196,9 +248,12 @@ void report(Rule rule, const Access& earlier, bool earlier_writes, const Access&
       "no barrier between them",
       "no __syncwarp() between them",
       "no atomics of the two blocks between them",
+      "no barrier of the cluster between them",
       "and not with __ldcg()",
       "and __ldg() is for what the launch leaves alone",
       "and the block has not written its variable",
+      "and blocks of a cluster must have no __shared__ variables here",
+      "and the block may have exited before",
   };
   const auto verb = [](const Access& access, bool does_write) {
     return access.kind == Kind::kAtomic     ? "has an atomic"
@@ -219,27 +274,38 @@ bool compatible(const Access& a, const Access& b) {
   return shared_by_all(a) && shared_by_all(b);
 }
 
-// Of an earlier block of the launch: whether an atomic of it, and then one of this block, lie
-// between.
+uint64_t pair_of(const Access& theirs, const Access& ours) {
+  return uint64_t{theirs.block} << 32 | ours.block;
+}
+
+// Of another block: whether an atomic of it, and then one of this block, lie between.
 bool blocks_have_met(const Access& earlier, const Access& now) {
-  const auto meeting = meetings.find(earlier.block);
-  if (meeting == meetings.end()) return false;
-  const auto& [theirs, ours] = meeting->second;
-  return (earlier.barriers < theirs.barriers || earlier.thread == theirs.thread) &&
-         (ours.barriers < now.barriers || ours.thread == now.thread);
+  const auto all = meetings.find(pair_of(earlier, now));
+  if (all == meetings.end()) return false;
+  return std::any_of(all->second.begin(), all->second.end(), [&](const Meeting& meeting) {
+    const auto& [theirs, ours] = meeting;
+    return (earlier.barriers < theirs.barriers || earlier.thread == theirs.thread) &&
+           (ours.barriers < now.barriers || ours.thread == now.thread);
+  });
+}
+
+bool cluster_has_met(const Access& earlier, const Access& now) {
+  return earlier.block >= cluster_first && earlier.arrivals < block->waits[now.thread];
 }
 
 void check(const Access& earlier, bool earlier_writes, const Access& now, bool writes,
            bool shared) {
   if (earlier.block < first_block || compatible(earlier, now)) return;
+  if (cluster_has_met(earlier, now)) return;
   if (earlier.block != now.block) {
-    if (!shared && !blocks_have_met(earlier, now)) {
-      report(Rule::kBlocks, earlier, earlier_writes, now, writes);
+    const bool of_cluster = earlier.block >= cluster_first;
+    if ((of_cluster || !shared) && !blocks_have_met(earlier, now)) {
+      report(of_cluster ? Rule::kCluster : Rule::kBlocks, earlier, earlier_writes, now, writes);
     }
   } else if (earlier.barriers == now.barriers && earlier.thread != now.thread) {
     if (earlier.warp() != now.warp()) {
       report(Rule::kBarrier, earlier, earlier_writes, now, writes);
-    } else if (earlier.syncs > known[now.warp()][now.lane()][earlier.lane()]) {
+    } else if (earlier.syncs > block->known[now.warp()][now.lane()][earlier.lane()]) {
       report(Rule::kSyncwarp, earlier, earlier_writes, now, writes);
     }
   }
@@ -247,9 +313,7 @@ void check(const Access& earlier, bool earlier_writes, const Access& now, bool w
 
 void check_all(const Recent& earlier, bool earlier_writes, const Access& now, bool writes,
                bool shared) {
-  const Access& first = earlier.first();
-  if (first.block < first_block) return;
-  if (first.block == now.block && first.barriers != now.barriers) return;
+  if (earlier.first().block < first_block) return;
   for (const Access& one : earlier) check(one, earlier_writes, now, writes, shared);
 }
 
@@ -274,7 +338,9 @@ void check_cell(Cell& cell, const Access& now, bool writes, bool shared, bool va
   if (was_written && last_write.block != now.block && now.kind == Kind::kPlain) {
     if (variable) {
       report(Rule::kUnwritten, last_write, true, now, false);
-    } else if (!shared) {
+    } else if (!shared &&
+               (last_write.block < cluster_first ||
+                (blocks_have_met(last_write, now) && !cluster_has_met(last_write, now)))) {
       report(Rule::kCached, last_write, true, now, false);
     }
   }
@@ -283,11 +349,28 @@ void check_cell(Cell& cell, const Access& now, bool writes, bool shared, bool va
 
 void note_atomic(uintptr_t address, const Access& now) {
   std::vector<Access>& all = atomics[address];
-  for (const Access& theirs : all) {
-    if (theirs.block != now.block) meetings.try_emplace(theirs.block, Meeting{theirs, now});
+  Access* own = nullptr;
+  for (Access& theirs : all) {
+    if (theirs.block == now.block) {
+      own = &theirs;
+      continue;
+    }
+    std::vector<Meeting>& met = meetings[pair_of(theirs, now)];
+    const bool anew = met.empty() || met.back().theirs.barriers != theirs.barriers ||
+                      met.back().theirs.thread != theirs.thread;
+    if (anew) met.push_back({theirs, now});
   }
-  if (all.empty() || all.back().block != now.block) all.emplace_back();
-  all.back() = now;
+  if (own == nullptr) own = &all.emplace_back();
+  *own = now;
+}
+
+// Whose shared memory it is; null where it is none of the cluster's.
+const Block* owner_of(uintptr_t address) {
+  const auto holds = [&](const Block& each) { return each.shared.holds(address); };
+  if (holds(*block)) return block;
+  const Block* end = blocks + cluster_size;
+  const Block* found_at = std::find_if(static_cast<const Block*>(blocks), end, holds);
+  return found_at == end ? nullptr : found_at;
 }
 
 void access(const volatile void* address, size_t bytes, bool writes, const void* code) {
@@ -297,16 +380,23 @@ void access(const volatile void* address, size_t bytes, bool writes, const void*
   if (address == &threadIdx.x) return;  // read all the time
   const auto thread = static_cast<uint16_t>(threadIdx.x);
   const int lane = thread % kWarp;
-  const Access now = {block,
-                      barriers,
-                      known[thread / kWarp][lane][lane],
+  const Access now = {block_number,
+                      block->barriers,
+                      block->known[thread / kWarp][lane][lane],
                       static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - 1 - image_base),
                       thread,
-                      current_kind};
+                      current_kind,
+                      block->arrivals[thread]};
   const bool variable = image.holds(begin), shared = variable || dynamic_shared.holds(begin);
   // One that changes nothing, such as a comparison that fails, could have.
   writes = writes || current_kind == Kind::kAtomic;
-  if (current_kind == Kind::kAtomic && !shared) note_atomic(begin, now);
+  if (cluster_size > 1 && shared) {
+    if (variable && writes) report(Rule::kVariable, now, true, now, true);
+    if (variable) return;
+    const Block* owner = owner_of(begin);
+    if (owner != nullptr && owner->exited) report(Rule::kExited, now, writes, now, writes);
+  }
+  if (current_kind == Kind::kAtomic && (!shared || cluster_size > 1)) note_atomic(begin, now);
   const int aligned = std::min(std::countr_zero(begin | bytes), Page::kWidest);
   for (uintptr_t at = begin; at < begin + bytes;) {
     Page& page = page_of(at);
@@ -318,15 +408,10 @@ void access(const volatile void* address, size_t bytes, bool writes, const void*
 
 }  // namespace
 
-void start_launch(const std::byte* stacks_begin, const std::byte* stacks_end,
-                  const std::byte* dynamic_shared_begin, const std::byte* dynamic_shared_end) {
-  const auto range = [](const std::byte* begin, const std::byte* end) {
-    return Range{reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(end)};
-  };
+void start_launch(const std::byte* stacks_begin, const std::byte* stacks_end) {
   if (image.end == 0) find_image();
   stacks = range(stacks_begin, stacks_end);
-  dynamic_shared = range(dynamic_shared_begin, dynamic_shared_end);
-  first_block = block + 1;
+  first_block += static_cast<uint32_t>(block_indices.size());
   block_indices.clear();
   atomics.clear();
   size_t cells = 0;
@@ -337,25 +422,78 @@ void start_launch(const std::byte* stacks_begin, const std::byte* stacks_end,
   }
 }
 
-void start_block() {
-  ++block;
-  barriers = 0;
-  block_indices.push_back(blockIdx);
+void start_cluster(int size) {
+  cluster_size = size;
+  cluster_first = first_block + static_cast<uint32_t>(block_indices.size());
   meetings.clear();
-  std::memset(known, 0, sizeof(known));
-  for (auto& lanes : known) {
-    for (int lane = 0; lane < kWarp; ++lane) lanes[lane][lane] = 1;
+  if (size > 1) {
+    std::erase_if(atomics, [](const auto& item) { return dynamic_shared.holds(item.first); });
   }
+  dynamic_shared = {~uintptr_t{0}, 0};
   current_kind = Kind::kPlain;
   running = true;
 }
 
-void end_block() { running = false; }
+void start_block(const uint3& index, const std::byte* shared_begin, const std::byte* shared_end) {
+  const uint32_t number = first_block + static_cast<uint32_t>(block_indices.size());
+  Block& started = blocks[number - cluster_first];
+  block_indices.push_back(index);
+  started.barriers = 0;
+  started.exited = false;
+  std::fill(std::begin(started.arrivals), std::end(started.arrivals), uint16_t{0});
+  std::fill(std::begin(started.waits), std::end(started.waits), uint16_t{0});
+  std::memset(started.known, 0, sizeof(started.known));
+  for (auto& lanes : started.known) {
+    for (int lane = 0; lane < kWarp; ++lane) lanes[lane][lane] = 1;
+  }
+  started.shared = range(shared_begin, shared_end);
+  dynamic_shared.begin = std::min(dynamic_shared.begin, started.shared.begin);
+  dynamic_shared.end = std::max(dynamic_shared.end, started.shared.end);
+}
 
-void meet_at_barrier() { ++barriers; }
+void enter_block(unsigned rank) {
+  block = &blocks[rank];
+  block_number = cluster_first + rank;
+}
+
+// Accesses of others to its shared memory must come before: it is as if the exit wrote there.
+void exit_block() {
+  block->exited = true;
+  if (cluster_size == 1) return;
+  const uint16_t waits = *std::max_element(std::begin(block->waits), std::end(block->waits));
+  Access now;
+  now.block = block_number;
+  now.barriers = ~0u;  // no thread of the block comes later
+  const auto check_recent = [&](const Recent& recent, bool writes) {
+    for (const Access& one : recent) {
+      if (one.block < cluster_first || one.block == block_number) continue;
+      if (one.arrivals >= waits && !blocks_have_met(one, now)) {
+        report(Rule::kExited, one, writes, one, writes);
+      }
+    }
+  };
+  for (uintptr_t at = block->shared.begin; at < block->shared.end;) {
+    const uintptr_t next = std::min((at | (Page::kBytes - 1)) + 1, block->shared.end);
+    const auto page = pages.find(at >> Page::kBits);
+    if (page != pages.end()) {
+      const Page& held = *page->second;
+      const uintptr_t start = at & ~(Page::kBytes - 1);
+      for (size_t i = (at - start) >> held.width(); i < (next - start) >> held.width(); ++i) {
+        check_recent(held.cells()[i].writes, true);
+        check_recent(held.cells()[i].atomics, true);
+        check_recent(held.cells()[i].reads, false);
+      }
+    }
+    at = next;
+  }
+}
+
+void end_cluster() { running = false; }
+
+void meet_at_barrier() { ++block->barriers; }
 
 void meet_at_syncwarp(int warp, uint32_t mask) {
-  auto& lanes = known[warp];
+  auto& lanes = block->known[warp];
   uint32_t all[kWarp] = {};
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const auto& lane = lanes[std::countr_zero(rest)];
@@ -367,6 +505,10 @@ void meet_at_syncwarp(int warp, uint32_t mask) {
     ++lanes[lane][lane];  // what it does from now on, the others do not know yet
   }
 }
+
+void arrive_at_cluster() { ++block->arrivals[threadIdx.x]; }
+
+void wait_for_cluster() { ++block->waits[threadIdx.x]; }
 
 std::vector<std::string> take() {
   seen.clear();

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+struct uint3;
+
 namespace emulation::races {
 
 // How an access is meant, which its address does not tell.
@@ -20,15 +22,22 @@ enum class Kind : uint8_t {
 #ifdef GRAPHED_SAMPLING_RACES
 
 // Stacks belong to their fibers, so accesses to them are nobody else's business.
-void start_launch(const std::byte* stacks_begin, const std::byte* stacks_end,
-                  const std::byte* dynamic_shared_begin, const std::byte* dynamic_shared_end);
-// Accesses count between these two.
-void start_block();
-void end_block();
+void start_launch(const std::byte* stacks_begin, const std::byte* stacks_end);
+// Accesses count between start_cluster() and end_cluster(). In between its blocks start, in order
+// of their ranks, and then take turns; each exits once all its threads have ended.
+void start_cluster(int blocks);
+void start_block(const uint3& index, const std::byte* shared_begin, const std::byte* shared_end);
+void enter_block(unsigned rank);
+void exit_block();
+void end_cluster();
 // All threads of the block have come, or have ended.
 void meet_at_barrier();
 // The lanes of the mask have.
 void meet_at_syncwarp(int warp, uint32_t mask);
+// The running thread has, and others may rely on what it did before.
+void arrive_at_cluster();
+// The cluster's threads had arrived, or have ended, and the running one may rely on that.
+void wait_for_cluster();
 
 // The races found since the last call, each pair of places in the code once. An address of the
 // code is written +0x1234: for `addr2line` with this library.
@@ -38,11 +47,16 @@ void set_kind(Kind kind);
 
 #else
 
-inline void start_launch(const std::byte*, const std::byte*, const std::byte*, const std::byte*) {}
-inline void start_block() {}
-inline void end_block() {}
+inline void start_launch(const std::byte*, const std::byte*) {}
+inline void start_cluster(int) {}
+inline void start_block(const uint3&, const std::byte*, const std::byte*) {}
+inline void enter_block(unsigned) {}
+inline void exit_block() {}
+inline void end_cluster() {}
 inline void meet_at_barrier() {}
 inline void meet_at_syncwarp(int, uint32_t) {}
+inline void arrive_at_cluster() {}
+inline void wait_for_cluster() {}
 inline void set_kind(Kind) {}
 
 #endif

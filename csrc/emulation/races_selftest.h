@@ -10,17 +10,23 @@ namespace graphed_sampling::selftest {
 
 // Races must be found, all with that complaint. An empty complaint: none must be.
 template <class... P, class... A>
-void expect_race(const std::string& complaint, const char* what, void (*kernel)(P...), int blocks,
-                 A... arguments) {
+void expect_cluster_race(const std::string& complaint, const char* what, void (*kernel)(P...),
+                         int blocks, int cluster, A... arguments) {
   constexpr int kThreads = 64;
   emulation::races::take();
-  run(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, arguments...);
+  run_cluster(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, cluster, arguments...);
   const std::vector<std::string> races = emulation::races::take();
   expect(races.empty() == complaint.empty(),
          std::string(what) + ": " + (races.empty() ? "no race was found" : races.front()));
   for (const std::string& race : races) {
     expect(race.find(complaint) != std::string::npos, std::string(what) + ": " + race);
   }
+}
+
+template <class... P, class... A>
+void expect_race(const std::string& complaint, const char* what, void (*kernel)(P...), int blocks,
+                 A... arguments) {
+  expect_cluster_race(complaint, what, kernel, blocks, 1, arguments...);
 }
 
 enum class Between { kNothing, kBarrier, kSyncwarp, kHalves, kShuffle };
@@ -119,6 +125,140 @@ __global__ void constant_kernel(int* values) {
   values[threadIdx.x] = before + 1;
 }
 
+// Clusters.
+
+__device__ inline void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+enum class Meet { kWell, kNothing, kBlockOnly, kLateWrite, kEarlyRead, kNextBarrier };
+
+// Every block reads what another one writes, in shared or in global memory, before or afterwards.
+template <Meet kMeet, bool kGlobal, bool kReadsFirst>
+__global__ void across_blocks_kernel(int* global, int* results) {
+  DYNAMIC_SHARED(int, shared);
+  const unsigned thread = threadIdx.x, other = (cluster_rank() + 1) % cluster_size();
+  const unsigned first = blockIdx.x - cluster_rank();
+  int* const mine = kGlobal ? global + blockIdx.x * 64 + thread : shared + thread;
+  int* const theirs =
+      kGlobal ? global + (first + other) * 64 + 63 - thread : of_block(shared + 63 - thread, other);
+  int value = 0;
+  if (kReadsFirst) {
+    *mine = 0;
+    cluster_barrier();
+    value = *theirs;
+  } else if (kMeet != Meet::kLateWrite) {
+    *mine = 1;
+  }
+  if (kMeet == Meet::kBlockOnly) __syncthreads();
+  if (kMeet != Meet::kNothing && kMeet != Meet::kBlockOnly) {
+    cluster_arrive();
+    // Between the two nothing is ordered.
+    if (kMeet == Meet::kLateWrite && !kReadsFirst) *mine = 1;
+    if (kMeet == Meet::kLateWrite && kReadsFirst) value = *theirs;
+    if (kMeet == Meet::kEarlyRead && !kReadsFirst) results[blockIdx.x * 64 + thread] = *theirs;
+    if (kMeet == Meet::kEarlyRead && kReadsFirst) *mine = 1;
+    cluster_wait();
+  }
+  if (kMeet == Meet::kNextBarrier) cluster_barrier();
+  if (kReadsFirst) {
+    *mine = 1;
+  } else {
+    value = *theirs;
+  }
+  results[blockIdx.x * 64 + thread] = value;
+  cluster_barrier();
+}
+
+template <Meet kMeet>
+void expect_across_blocks(const std::string& complaint) {
+  std::vector<int> global(6 * 64), results(6 * 64);
+  expect_cluster_race(complaint, "shared, write, then read",
+                      across_blocks_kernel<kMeet, false, false>, 6, 3, global.data(),
+                      results.data());
+  expect_cluster_race(complaint, "shared, read, then write",
+                      across_blocks_kernel<kMeet, false, true>, 6, 3, global.data(),
+                      results.data());
+  expect_cluster_race(complaint, "global, write, then read",
+                      across_blocks_kernel<kMeet, true, false>, 6, 3, global.data(),
+                      results.data());
+  expect_cluster_race(complaint, "global, read, then write",
+                      across_blocks_kernel<kMeet, true, true>, 6, 3, global.data(), results.data());
+}
+
+enum class Gather { kWell, kNoTicket, kNoSyncthreads };
+
+// The first block of a cluster reads what the others have written into its memory, once the last
+// of them has counted there. Another one reads the first one's memory at last.
+template <Gather kGather>
+__global__ void gather_kernel(int* results) {
+  DYNAMIC_SHARED(int, shared);
+  if (threadIdx.x == 0) shared[128] = 0;
+  cluster_barrier();
+  int* const count = of_block(shared + 128, 0u);
+  if (cluster_rank() > 0) {
+    of_block(shared, 0u)[(cluster_rank() - 1) * 64 + threadIdx.x] = 1;
+    if (kGather != Gather::kNoSyncthreads) __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(count, 1);
+  } else {
+    if (threadIdx.x == 0 && kGather != Gather::kNoTicket) {
+      while (atomicAdd(count, 0) < 2) __nanosleep(20);
+    }
+    __syncthreads();
+    results[threadIdx.x] = shared[threadIdx.x] + shared[64 + threadIdx.x];
+  }
+  cluster_barrier();
+  if (cluster_rank() == 2) results[64 + threadIdx.x] = *count;
+  cluster_barrier();
+}
+
+template <Gather kGather>
+void expect_gather_race(const std::string& complaint, const char* what) {
+  std::vector<int> results(128);
+  expect_cluster_race(complaint, what, gather_kernel<kGather>, 3, 3, results.data());
+  if (complaint.empty()) expect(results[7] == 2 && results[64 + 7] == 2, "gathered");
+}
+
+// The first block may have exited when its memory is read or written.
+template <bool kWaits, bool kWrites>
+__global__ void exit_kernel(int* results) {
+  DYNAMIC_SHARED(int, shared);
+  shared[threadIdx.x] = 1;
+  cluster_barrier();
+  if (cluster_rank() == 1) {
+    int* const place = of_block(shared + threadIdx.x, 0u);
+    if (kWrites) *place = 2;
+    if (!kWrites) results[threadIdx.x] = *place;
+  }
+  if (kWaits) cluster_barrier();
+}
+
+inline void check_cluster_races() {
+  const std::string nothing, cluster = "no barrier of the cluster", exited = "may have exited";
+  expect_across_blocks<Meet::kWell>(nothing);
+  expect_across_blocks<Meet::kNothing>(cluster);
+  expect_across_blocks<Meet::kBlockOnly>(cluster);
+  expect_across_blocks<Meet::kLateWrite>(cluster);
+  expect_across_blocks<Meet::kEarlyRead>(cluster);
+  expect_across_blocks<Meet::kNextBarrier>(nothing);
+
+  expect_gather_race<Gather::kWell>(nothing, "a gathering");
+  expect_gather_race<Gather::kNoTicket>(cluster, "a gathering without a ticket");
+  expect_gather_race<Gather::kNoSyncthreads>(cluster, "a gathering with early tickets");
+
+  std::vector<int> results(4 * 64);
+  // In ascending order the other block comes first by chance, and nothing raises.
+  expect_cluster_race(nothing, "a read before the end", exit_kernel<true, false>, 2, 2,
+                      results.data());
+  expect_cluster_race(nothing, "a write before the end", exit_kernel<true, true>, 2, 2,
+                      results.data());
+  expect_cluster_race(exited, "a read at the end", exit_kernel<false, false>, 2, 2, results.data());
+  expect_cluster_race(exited, "a write at the end", exit_kernel<false, true>, 2, 2, results.data());
+  expect_cluster_race("no __shared__ variables", "a variable", count_kernel<Count::kWell>, 2, 2,
+                      results.data());
+}
+
 inline void check_races() {
   // Here blocks must come in order.
   emulation::set_order(0);
@@ -128,6 +268,7 @@ inline void check_races() {
   check_scan();
   check_divergence();
   check_atomics();
+  check_clusters_of_all_sizes();
   const std::vector<std::string> races = emulation::races::take();
   expect(races.empty(), races.empty() ? "" : races.front());
 
@@ -168,6 +309,7 @@ inline void check_races() {
   expect_last_block_race<Finish::kNoTicket>(blocks, "no ticket");
   expect_last_block_race<Finish::kNoBarrier>(blocks, "an early ticket");
   expect_race("__ldg() is for", "__ldg(), then a write", constant_kernel, 1, results.data());
+  check_cluster_races();
 }
 
 }  // namespace graphed_sampling::selftest

@@ -19,27 +19,38 @@ inline void expect(bool condition, const std::string& what,
 }
 
 template <class... P, class... A>
-void run(void (*kernel)(P...), dim3 grid, int threads, A... arguments) {
+void run_cluster(void (*kernel)(P...), dim3 grid, int threads, int cluster, A... arguments) {
   const cudaError_t error =
-      launch_kernel(kernel, grid, threads, 1024, cudaStream_t{}, true, arguments...);
+      launch_kernel(kernel, grid, threads, 1024, cudaStream_t{}, true, cluster, arguments...);
   expect(error == cudaSuccess, cudaGetErrorString(error));
+}
+
+template <class... P, class... A>
+void run(void (*kernel)(P...), dim3 grid, int threads, A... arguments) {
+  run_cluster(kernel, grid, threads, 1, arguments...);
 }
 
 // The launch must raise, and its message must hold all the words.
 template <class... P, class... A>
-void expect_failure(std::vector<std::string> words, void (*kernel)(P...), int threads,
-                    A... arguments) {
+void expect_cluster_failure(const std::vector<std::string>& words, void (*kernel)(P...),
+                            int cluster, int threads, A... arguments) {
   try {
-    run(kernel, 1, threads, arguments...);
+    run_cluster(kernel, dim3(static_cast<unsigned>(cluster)), threads, cluster, arguments...);
   } catch (const std::runtime_error& error) {
     const std::string message = error.what();
-    words.push_back("kernel block (0, 0, 0)");
     for (const std::string& word : words) {
       expect(message.find(word) != std::string::npos, "no '" + word + "' in: " + message);
     }
     return;
   }
   expect(false, "no failure with '" + words.at(0) + "'");
+}
+
+template <class... P, class... A>
+void expect_failure(std::vector<std::string> words, void (*kernel)(P...), int threads,
+                    A... arguments) {
+  words.push_back("kernel block (0, 0, 0)");
+  expect_cluster_failure(words, kernel, 1, threads, arguments...);
 }
 
 // Shuffles: results[thread][kind], of values 1000 + thread.
@@ -393,14 +404,14 @@ inline void check_failures() {
   expect_failure({"thread 40 met __trap()", "selftest.h:"}, wrong_kernel, 64, 8);
   expect_failure({"__syncthreads_or", "wait at __syncthreads"}, wrong_kernel, 64, 9);
   expect_failure({"lanes that have ended or never were, 0xffff0000"}, wrong_kernel, 16, 6);
-  expect(launch_kernel(wrong_kernel, 1, 2000, 0, cudaStream_t{}, false, 10) ==
+  expect(launch_kernel(wrong_kernel, 1, 2000, 0, cudaStream_t{}, false, 1, 10) ==
                  cudaErrorInvalidConfiguration &&
              cudaGetLastError() == cudaErrorInvalidConfiguration &&
              cudaGetLastError() == cudaSuccess,
          "a launch of too many threads");
-  expect(
-      launch_kernel(wrong_kernel, 1, 32, 60000, cudaStream_t{}, false, 10) == cudaErrorInvalidValue,
-      "a launch with too much shared memory");
+  expect(launch_kernel(wrong_kernel, 1, 32, 60000, cudaStream_t{}, false, 1, 10) ==
+             cudaErrorInvalidValue,
+         "a launch with too much shared memory");
 }
 
 // A barrier is missing: some orders must show it, whichever does not.
@@ -424,6 +435,212 @@ inline void check_orders() {
   }
   emulation::set_order(0);
   expect(wrong > 0, "no order shows that a barrier is missing");
+}
+
+// Clusters. Every block sums its threads' values in its own shared memory, every block gathers the
+// sums of all, from the one behind it on, and the last to come writes to the first one's memory.
+
+struct Gathered {
+  int x, y, size, rank, sum, first, before;
+};
+
+__global__ void cluster_kernel(const int* values, Gathered* results) {
+  DYNAMIC_SHARED(int, shared);  // the sum, who came, what the block has been given
+  const unsigned size = cluster_size(), rank = cluster_rank();
+  const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
+  const int before = shared[threadIdx.x % 256];
+  __syncthreads();
+  if (threadIdx.x < 2) shared[threadIdx.x] = 0;
+  if (threadIdx.x == 2) *of_block(shared + 3, rank) = static_cast<int>(rank);
+  __syncthreads();
+  atomicAdd(shared, values[block * blockDim.x + threadIdx.x]);
+  // A block's collectives are its own, in the midst of the cluster's.
+  const int count = __syncthreads_count(threadIdx.x <= rank);
+  cluster_arrive();
+  if (threadIdx.x / 32 == 1 && cluster_size() > 1) __syncwarp();
+  cluster_wait();
+  if (threadIdx.x == 0) {
+    int sum = 0;
+    for (unsigned i = 1; i <= size; ++i) sum += *of_block(shared, (rank + i) % size);
+    atomicAdd(of_block(shared + 1, 0u), count);
+    *of_block(shared + 2, (rank + 1) % size) = shared[3];
+    shared[4] = sum;
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x == 40) {
+    results[block] = {static_cast<int>(blockIdx.x),
+                      static_cast<int>(blockIdx.y),
+                      static_cast<int>(size),
+                      shared[2],
+                      shared[4],
+                      *of_block(shared + 1, 0u),
+                      before};
+  }
+  cluster_arrive();
+  cluster_wait();
+}
+
+inline void check_cluster(int cluster, dim3 grid, int threads) {
+  const unsigned blocks = grid.x * grid.y, size = static_cast<unsigned>(cluster);
+  std::vector<int> values(blocks * static_cast<unsigned>(threads));
+  std::vector<Gathered> results(blocks);
+  std::iota(values.begin(), values.end(), 1);
+  run_cluster(cluster_kernel, grid, threads, cluster, values.data(), results.data());
+  for (unsigned block = 0; block < blocks; ++block) {
+    const unsigned rank = block % grid.x % size;
+    const auto first = values.begin() + static_cast<int>(block - rank) * threads;
+    const Gathered& result = results[block];
+    expect(result.x == static_cast<int>(block % grid.x), "blockIdx.x");
+    expect(result.y == static_cast<int>(block / grid.x), "blockIdx.y");
+    expect(result.size == cluster, "cluster_size");
+    expect(result.rank == static_cast<int>((rank + size - 1) % size), "a neighbour's rank");
+    expect(result.sum == std::accumulate(first, first + cluster * threads, 0), "a cluster's sum");
+    expect(result.first == cluster * (cluster + 1) / 2, "what all give the first block");
+    expect(result.before == -1, "shared memory of another block");
+  }
+}
+
+// Threads that have exited count as arrived, be it a block's last ones.
+
+__global__ void early_exit_kernel(int* results) {
+  DYNAMIC_SHARED(int, shared);
+  if (cluster_rank() == 1 || threadIdx.x >= 32 + cluster_rank()) return;
+  shared[threadIdx.x] = static_cast<int>(cluster_rank() * 100 + threadIdx.x);
+  cluster_arrive();
+  cluster_wait();
+  results[cluster_rank() * 64 + threadIdx.x] = *of_block(shared + 5, 2 - cluster_rank());
+  cluster_arrive();
+  cluster_wait();
+}
+
+__global__ void wrong_cluster_kernel(int what) {
+  DYNAMIC_SHARED(int, shared);
+  __shared__ int variable;
+  const unsigned rank = cluster_rank();
+  switch (what) {
+    case 0:
+      cluster_arrive();
+      cluster_arrive();
+      break;
+    case 1:
+      if (rank == 1) cluster_wait();
+      break;
+    case 2:
+      cluster_arrive();
+      break;
+    case 3:  // A warp of one block waits for one that waits for the cluster.
+      if (rank == 1 && threadIdx.x >= 32) {
+        __syncthreads();
+      } else {
+        cluster_arrive();
+        cluster_wait();
+      }
+      break;
+    case 4:
+      of_block(shared, 2);
+      break;
+    case 5:
+      of_block(&variable, 1 - rank);
+      break;
+    default: {  // The other block exits before its memory is asked for, or after.
+      int* other = what == 6 ? shared : of_block(shared, 1u);
+      cluster_arrive();
+      cluster_wait();
+      if (rank == 1) return;
+      for (int i = 0; i < 100; ++i) __nanosleep(1);
+      if (what == 6) other = of_block(shared, 1u);
+      if (what == 7) *other = 1;
+      if (what == 8 && *other == 1) __trap();
+    }
+  }
+}
+
+inline void check_clusters_of_all_sizes() {
+  check_cluster(1, dim3(3), 64);
+  check_cluster(2, dim3(2), 64);
+  check_cluster(2, dim3(4, 3), 96);
+  check_cluster(3, dim3(6), 64);
+  check_cluster(8, dim3(16), 256);
+  check_cluster(16, dim3(16), 256);
+  check_cluster(1, dim3(2), 64);
+
+  std::vector<int> results(3 * 64, 0);
+  run_cluster(early_exit_kernel, dim3(3), 64, 3, results.data());
+  for (size_t i = 0; i < results.size(); ++i) {
+    const int expected = i < 32 ? 205 : i >= 128 && i < 128 + 34 ? 5 : 0;
+    expect(results[i] == expected, "blocks that have exited");
+  }
+}
+
+inline void check_cluster_failures() {
+  const auto fails = [](std::vector<std::string> words, int what) {
+    words.push_back("kernel block (");
+    expect_cluster_failure(words, wrong_cluster_kernel, 2, 64, what);
+  };
+  fails({"cluster_arrive (", "selftest.h:", "again, without cluster_wait"}, 0);
+  fails({"cluster_wait (", "selftest.h:", "without cluster_arrive"}, 1);
+  fails({"ends between cluster_arrive and cluster_wait"}, 2);
+  fails({"deadlock", "block 0; threads 0-63 at cluster_wait (",
+         "block 1; threads 0-31 at cluster_wait (", "; threads 32-63 at __syncthreads ("},
+        3);
+  fails({"of_block (", "selftest.h:", "block 2 of a smaller cluster"}, 4);
+  fails({"what is not in its dynamic shared memory"}, 5);
+  fails({"asks by of_block (", "shared memory of the cluster's block 1, which has exited"}, 6);
+  fails({"touches shared memory of the cluster's block 1, which has exited"}, 7);
+  fails({"touches shared memory of the cluster's block 1, which has exited"}, 8);
+
+  const auto refused = [](dim3 grid, int cluster) {
+    return launch_kernel(wrong_cluster_kernel, grid, 32, 0, cudaStream_t{}, false, cluster, 10) ==
+               cudaErrorInvalidConfiguration &&
+           cudaGetLastError() == cudaErrorInvalidConfiguration;
+  };
+  expect(refused(dim3(3), 2) && refused(dim3(2, 2), 4), "a grid that is not of whole clusters");
+  expect(refused(dim3(17), 17) && refused(dim3(2), 0), "no size of a cluster");
+  int number = -1;
+  expect(most_clusters(&number, wrong_cluster_kernel, 256, 1024, 16) == cudaSuccess && number > 0,
+         "clusters at once");
+  emulation::set_most_clusters(3);
+  expect(most_clusters(&number, wrong_cluster_kernel, 256, 1024, 8) == cudaSuccess && number == 3,
+         "clusters at once, as set");
+  emulation::set_most_clusters(1000);
+  expect(most_clusters(&number, wrong_cluster_kernel, 256, 60000, 8) != cudaSuccess && number == 0,
+         "clusters with too much shared memory");
+  expect(allow_dynamic_shared(wrong_cluster_kernel, 60000) == cudaSuccess &&
+             most_clusters(&number, wrong_cluster_kernel, 256, 60000, 8) == cudaSuccess,
+         "clusters with much shared memory");
+  expect(allow_dynamic_shared(wrong_cluster_kernel, 0) == cudaSuccess, "shared memory as before");
+}
+
+// The cluster's barrier is missing.
+
+__global__ void cluster_race_kernel(int* results, bool with_barrier) {
+  DYNAMIC_SHARED(int, shared);
+  const unsigned other = cluster_size() - 1 - cluster_rank();
+  *of_block(shared + threadIdx.x, other) = static_cast<int>(blockIdx.x * 64 + threadIdx.x);
+  if (with_barrier) {
+    cluster_arrive();
+    cluster_wait();
+  }
+  results[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x];
+  cluster_arrive();
+  cluster_wait();
+}
+
+inline void check_cluster_orders() {
+  int wrong[2] = {};
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    for (const bool with_barrier : {false, true}) {
+      int results[4 * 64];
+      emulation::set_order(seed);
+      run_cluster(cluster_race_kernel, dim3(4), 64, 4, results, with_barrier);
+      for (int i = 0; i < 4 * 64; ++i)
+        wrong[with_barrier] += results[i] != i % 64 + (3 - i / 64) * 64;
+    }
+  }
+  emulation::set_order(0);
+  expect(wrong[0] > 0, "no order shows that a cluster's barrier is missing");
+  expect(wrong[1] == 0, "a cluster's barrier does not suffice");
 }
 
 // For measurements: what 256 threads need for 1000 shuffles and 100 barriers.
@@ -456,7 +673,10 @@ inline void check_everything() {
   check_divergence();
   check_atomics();
   check_failures();
+  check_clusters_of_all_sizes();
+  check_cluster_failures();
   check_orders();
+  check_cluster_orders();
 }
 
 }  // namespace graphed_sampling::selftest
