@@ -197,7 +197,7 @@ int block_count = 1;
 Block* block = blocks;  // of the running fiber
 Context scheduler;
 Warp* warp = nullptr;  // of the running fiber
-int lane_number = 0;
+int warp_number = 0, lane_number = 0;
 int thread_count = 0, warp_count = 0;        // of a block
 int cluster_arrived = 0, cluster_ended = 0;  // threads
 Invoke kernel_invoke = nullptr;
@@ -222,7 +222,7 @@ uint32_t lane_bit() { return 1u << lane_number; }
 
 void become(int lane) {
   lane_number = lane;
-  threadIdx.x = static_cast<unsigned>(static_cast<int>(warp - block->warps) * kWarp + lane);
+  threadIdx.x = static_cast<unsigned>(warp_number * kWarp + lane);
   warp->ready &= ~lane_bit();
 }
 
@@ -454,6 +454,7 @@ void fiber_main() noexcept {
 // One visit of a warp. In ascending order it goes as far as it can without the others.
 bool run_warp(int index) {
   warp = &block->warps[index];
+  warp_number = index;
   const bool progress = (warp->ready | warp->yielded) != 0;
   lane_number = kWarp - 1;  // so that the first lane is next
   turn_position = turn_count = 0;
@@ -668,7 +669,7 @@ uint64_t wait_for_warp(Collective kind, uint32_t mask, uint64_t value, int bytes
   if (group.arrived == mask) {
     finish_group(group);
     if (kind == Collective::kSyncWarp) {
-      races::meet_at_syncwarp(static_cast<int>(warp - block->warps), mask);
+      races::meet_at_syncwarp(warp_number, mask);
     }
     group = warp->groups[--warp->group_count];
     warp->ready |= mask & ~bit;

@@ -38,6 +38,11 @@ STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
 
 EXPORTED void graphed_sampling_emulation_set_order(uint64_t seed) { emulation::set_order(seed); }
 
+// How many clusters the device shall hold at once, of any shape.
+EXPORTED void graphed_sampling_emulation_set_most_clusters(int number) {
+  emulation::set_most_clusters(number);
+}
+
 // 0, or 1 with what failed in `message`.
 EXPORTED int graphed_sampling_emulation_selftest(char* message, int size) {
   try {

@@ -13,7 +13,7 @@
 //     what any thread does after the cluster_wait() that belongs to it.
 //
 // Each of these orders by itself; orders that follow only from several of them together (an atomic
-// behind the cluster's barrier, for another cluster) are not seen, and reported as races.
+// behind the cluster's barrier, for another cluster) are not seen: what they order is reported.
 //
 // Two atomics are no race, nor is an atomic with a __ldcg(), which may poll it. Beside races these
 // are found:
@@ -364,13 +364,10 @@ void note_atomic(uintptr_t address, const Access& now) {
   *own = now;
 }
 
-// Whose shared memory it is; null where it is none of the cluster's.
-const Block* owner_of(uintptr_t address) {
-  const auto holds = [&](const Block& each) { return each.shared.holds(address); };
-  if (holds(*block)) return block;
-  const Block* end = blocks + cluster_size;
-  const Block* found_at = std::find_if(static_cast<const Block*>(blocks), end, holds);
-  return found_at == end ? nullptr : found_at;
+bool is_of_exited_block(uintptr_t address) {
+  if (block->shared.holds(address)) return false;
+  return std::any_of(blocks, blocks + cluster_size,
+                     [&](const Block& each) { return each.exited && each.shared.holds(address); });
 }
 
 void access(const volatile void* address, size_t bytes, bool writes, const void* code) {
@@ -393,8 +390,7 @@ void access(const volatile void* address, size_t bytes, bool writes, const void*
   if (cluster_size > 1 && shared) {
     if (variable && writes) report(Rule::kVariable, now, true, now, true);
     if (variable) return;
-    const Block* owner = owner_of(begin);
-    if (owner != nullptr && owner->exited) report(Rule::kExited, now, writes, now, writes);
+    if (is_of_exited_block(begin)) report(Rule::kExited, now, writes, now, writes);
   }
   if (current_kind == Kind::kAtomic && (!shared || cluster_size > 1)) note_atomic(begin, now);
   const int aligned = std::min(std::countr_zero(begin | bytes), Page::kWidest);
