@@ -15,6 +15,10 @@ namespace {
 // With so many blocks every multiprocessor has work until the end, and streams while others finish
 // rows. Fewer, which read more each, wait less often for each other.
 constexpr int64_t kTargetBlocks = 512;
+// The block's own memory, and behind it the statistics that it has there.
+constexpr size_t kSharedBytes = (sizeof(Shared) + 15) / 16 * 16;
+constexpr int kStatisticsInShared = 4;
+
 // So many rows leave the memory system idle: one that was read for nothing costs nobody anything.
 constexpr int kFewRows = 8;
 
@@ -123,7 +127,7 @@ __device__ __noinline__ bool repair_marked(Shared& shared, Block& block) {
   for (int first = block.warp() * kWarp; first < task.groups; first += kThreads) {
     const int group = first + block.lane();
     unsigned marked =
-        __ballot_sync(kAllLanes, group < task.groups && __ldcg(task.at.maxima + group) == kInf);
+        __ballot_sync(kAllLanes, group < task.groups && load_now(task.at.maxima + group) == kInf);
     for (; marked != 0; marked &= marked - 1) {
       nan = repair_group<Logits>(shared, block, first + __ffs(static_cast<int>(marked)) - 1) || nan;
     }
@@ -195,7 +199,7 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
     if (top_p >= 1.0f && !later) {
       const Kept all = {task.largest, kNegInf, row.vocab};
       const Drawn drawn = draw_from_groups<Logits>(shared, block, all, task.total, [&](int group) {
-        return group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group),
+        return group_mass(load_now(task.at.maxima + group), load_now(task.at.sums + group),
                           task.largest, row.scale);
       });
       return {true, drawn, all, task.total, 0};
@@ -346,7 +350,8 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 template <class Logits>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_step_kernel(const __grid_constant__ StepArguments a) {
-  __shared__ Shared shared;
+  DYNAMIC_SHARED(unsigned char, memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   grid_dependency_wait();
   grid_dependency_launch();
   const auto blocks = static_cast<unsigned>(a.blocks_of_row);
@@ -377,9 +382,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int end_tile = min(first_tile + tiles_of_block, tiles);
   const int tile = first_tile + warp;
   const int whole = source.aligned ? a.layout.vocab_size / kTile : 0;
-  Packs<Logits, Logits::kPiecesAhead> ahead = {};
+  Set<Logits> sets[kSets] = {};
   if (tile < min(end_tile, whole)) {
-    ahead = load_packs<Logits, Logits::kPiecesAhead>(source, tile, lane, 0);
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
   }
   if (!has_slot) {
     if (part == 0) write_idle(a.layout, out, nullptr);
@@ -399,12 +405,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (!admitted || __shfl_sync(kAllLanes, state_word, kStateFinishReason) != 0) {
     if (part == 0) write_idle(a.layout, out, admitted ? state : nullptr);
     // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it.
-    if (blocks > 1 && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
+    if (!a.in_shared && blocks > 1 && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
     return;
   }
-  float* statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
+  float* scratch_statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
+  float* statistics = scratch_statistics;
+  if (a.in_shared) {
+    // Those of the row's first block, which finishes it.
+    statistics = reinterpret_cast<float*>(memory + kSharedBytes);
+    if (part > 0) statistics = of_block(statistics, 0);
+  }
   const Statistics at = {statistics, statistics + scratch.groups, statistics + 2 * scratch.groups,
-                         statistics + 3 * scratch.groups, statistics + 4 * scratch.groups};
+                         statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
   const bool split = (flags & (kAllowed | kPenalties | kLists)) != 0 || has_grammar(a);
@@ -425,6 +437,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     task.by_row = row_scratch + ScratchLayout::kByRow;
     task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
     task.groups = scratch.groups;
+    task.in_shared = a.in_shared;
     task.index = index;
     task.slot = slot;
   }
@@ -434,11 +447,17 @@ __global__ void __launch_bounds__(kThreads, 2)
       stream_checked_tile<Logits>(task.row, wishes, i, lane, at);
     }
   } else {
-    stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, ahead, at);
+    stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
   }
 
-  __syncthreads();
-  if (blocks > 1) {
+  if (a.in_shared && blocks > 1) {
+    cluster_arrive();
+    cluster_wait();
+    if (part > 0) return;
+  } else {
+    __syncthreads();
+  }
+  if (!a.in_shared && blocks > 1) {
     if (threadIdx.x == 0) {
       __threadfence();
       // The last one leaves 0 for the next step.
@@ -457,17 +476,77 @@ int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows) {
   return rows * ScratchLayout(layout).words;
 }
 
+namespace {
+
+// How a step is launched: it changes no result.
+struct Plan {
+  int blocks_of_row;
+  bool in_shared;  // the blocks of a row are a cluster, whose first one's memory has the statistics
+  size_t bytes;    // of shared memory
+};
+
+constexpr size_t kMostShared = 227 << 10;
+
+// Rows up to which a row is read by so many blocks of a cluster.
+struct Step {
+  int rows, blocks;
+};
+constexpr Step kClusters[] = {{32, 8}, {64, 4}, {128, 2}, {1 << 30, 1}};
+
+template <class Kernel>
+cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* plan) {
+  const int tiles = ceil_div(layout.vocab_size, kTile);
+  const int most_blocks = ceil_div(tiles, kWarps);
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error != cudaSuccess) return error;
+  const size_t of_statistics =
+      size_t{kStatisticsInShared} * sizeof(float) * static_cast<size_t>(tiles * kGroupsOfTile);
+  *plan = {static_cast<int>(std::min<int64_t>((kTargetBlocks + rows - 1) / rows, most_blocks)),
+           false, kSharedBytes};
+  if (tiles * kGroupsOfTile > kCachedGroups || kSharedBytes + of_statistics > kMostShared) {
+    return cudaSuccess;
+  }
+  int blocks = 1;
+  for (const Step& step : kClusters) {
+    if (rows <= step.rows) {
+      blocks = std::min(step.blocks, most_blocks);
+      break;
+    }
+  }
+  // Without clusters, or where the device has no place for one, a row's blocks take tickets.
+  const size_t bytes = kSharedBytes + of_statistics;
+  error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
+  if (error != cudaSuccess) return error;
+  if (blocks > 1) {
+    int clusters = 0;
+    if (major < 9 || most_clusters(&clusters, kernel, kThreads, bytes, blocks) != cudaSuccess ||
+        clusters == 0) {
+      return cudaSuccess;
+    }
+  }
+  *plan = {blocks, true, bytes};
+  return cudaSuccess;
+}
+
+}  // namespace
+
 cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,
                                cudaStream_t stream) {
-  // How many blocks read a row is free: it changes no result.
-  const int tiles = ceil_div(arguments.layout.vocab_size, kTile);
-  const int64_t wanted = (kTargetBlocks + arguments.rows - 1) / arguments.rows;
-  StepArguments chosen = arguments;
-  chosen.blocks_of_row = static_cast<int>(std::min<int64_t>(wanted, ceil_div(tiles, kWarps)));
-  // Blocks of a row lie side by side, so that rows are through one after the other.
-  const dim3 grid(static_cast<unsigned>(int64_t{arguments.rows} * chosen.blocks_of_row));
   const auto launch = [&](void (*kernel)(StepArguments)) {
-    return launch_kernel(kernel, grid, kThreads, 0, stream, programmatic, 1, chosen);
+    Plan plan;
+    const cudaError_t error = make_plan(kernel, arguments.layout, arguments.rows, &plan);
+    if (error != cudaSuccess) return error;
+    StepArguments chosen = arguments;
+    chosen.blocks_of_row = plan.blocks_of_row;
+    chosen.in_shared = plan.in_shared;
+    // Blocks of a row lie side by side, so that rows are through one after the other.
+    const dim3 grid(static_cast<unsigned>(int64_t{arguments.rows} * plan.blocks_of_row));
+    return launch_kernel(kernel, grid, kThreads, plan.bytes, stream, programmatic,
+                         plan.in_shared ? plan.blocks_of_row : 1, chosen);
   };
   switch (arguments.logits_type) {
     case LogitsType::kFloat32:

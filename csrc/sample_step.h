@@ -17,7 +17,8 @@ struct StepArguments {
   int64_t logits_stride;
   LogitsType logits_type;
   int rows;
-  int blocks_of_row;  // the launcher chooses it
+  int blocks_of_row;  // the launcher chooses it, and
+  bool in_shared;     // whether the row's first block has its statistics in shared memory
   const int32_t* slots;
   const int32_t* params;
   int32_t* state;

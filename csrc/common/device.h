@@ -105,6 +105,24 @@ __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
+// What other blocks have left in global memory, or this one in shared memory: no older copy of it.
+__device__ __forceinline__ float load_now(const float* place) {
+  return *static_cast<const volatile float*>(place);
+}
+
+__device__ __forceinline__ float4 load_now(const float4* place) {
+#ifdef __CUDACC__
+  float4 value;
+  asm volatile("ld.volatile.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(place)
+               : "memory");
+  return value;
+#else
+  return *place;
+#endif
+}
+
 // Programmatic dependent launch. Wait: until the grids before this one have finished and what they
 // wrote can be seen. Launch: the next grid may start (it waits in turn before it reads).
 __device__ __forceinline__ void grid_dependency_wait() {

@@ -85,7 +85,7 @@ __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low,
        first += kWarps * kGroupsOfWarp) {
     const int group = first + block.lane() / kPieces;
     const int first_id = group * kGroup + block.lane() % kPieces * kPiece;
-    const float maximum = __ldcg(task.at.maxima + group);
+    const float maximum = load_now(task.at.maxima + group);
     const float base = finite_or_zero(maximum);
     float y[kPiece];
     piece_y<Logits>(task.row, first_id, y);

@@ -11,20 +11,24 @@ __device__ inline int64_t group_mass(float maximum, float sum, float largest, fl
   return static_cast<int64_t>(sum * ex2_approx(z) * static_cast<float>(kOne));
 }
 
+__device__ inline bool copies_maxima(const Task& task) {
+  return !task.in_shared && task.groups <= kCachedGroups;
+}
+
 // Copies the maxima close by, where they fit. largest: of them.
 __device__ inline Maxima load_maxima(Shared& shared, Block& block, const float* stored,
                                      float* largest) {
   const int groups = shared.task.groups;
-  const bool cached = groups <= kCachedGroups;
+  const bool copied = copies_maxima(shared.task);
   __syncthreads();  // their place may still be in use
   float maximum = kNegInf;
   for (int group = block.thread(); group < groups; group += kThreads) {
-    const float value = __ldcg(stored + group);
-    if (cached) shared.maxima[group] = value;
+    const float value = load_now(stored + group);
+    if (copied) shared.maxima[group] = value;
     maximum = fmaxf(maximum, value);
   }
   *largest = block.max(maximum);
-  return {cached ? shared.maxima : nullptr, stored};
+  return {copied ? shared.maxima : shared.task.in_shared ? stored : nullptr, stored};
 }
 
 // The mass of all groups, relative to the largest.
@@ -32,7 +36,7 @@ __device__ inline int64_t mass_of_groups(Shared& shared, Block& block, const flo
                                          const float* sums, float largest, float scale) {
   int64_t mass = 0;
   for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
-    mass += group_mass(__ldcg(maxima + group), __ldcg(sums + group), largest, scale);
+    mass += group_mass(load_now(maxima + group), load_now(sums + group), largest, scale);
   }
   return block.sum(mass);
 }
@@ -56,21 +60,21 @@ __device__ inline Maxima load_statistics(Shared& shared, Block& block, Totals* t
   for (int i = 0; i < kEach; ++i) {
     const int group = i * kThreads + block.thread();
     const bool inside = group < task.groups;
-    maxima[i] = inside ? __ldcg(task.at.maxima + group) : kNegInf;
-    sums[i] = inside && wanted ? __ldcg(task.at.sums + group) : 0.0f;
+    maxima[i] = inside ? load_now(task.at.maxima + group) : kNegInf;
+    sums[i] = inside && wanted ? load_now(task.at.sums + group) : 0.0f;
   }
-  const bool cached = task.groups <= kCachedGroups;
+  const bool copied = copies_maxima(task);
   __syncthreads();  // their place may still be in use
   float largest = kNegInf;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int group = i * kThreads + block.thread();
-    if (cached && group < task.groups) shared.maxima[group] = maxima[i];
+    if (copied && group < task.groups) shared.maxima[group] = maxima[i];
     largest = fmaxf(largest, maxima[i]);
   }
   for (int group = kEach * kThreads + block.thread(); group < task.groups; group += kThreads) {
-    const float value = __ldcg(task.at.maxima + group);
-    if (cached) shared.maxima[group] = value;
+    const float value = load_now(task.at.maxima + group);
+    if (copied) shared.maxima[group] = value;
     largest = fmaxf(largest, value);
   }
   *totals = {block.max(largest), -1, -1};
@@ -80,8 +84,8 @@ __device__ inline Maxima load_statistics(Shared& shared, Block& block, Totals* t
 #pragma unroll
     for (int i = 0; i < kEach; ++i) mass += group_mass(maxima[i], sums[i], largest, scale);
     for (int group = kEach * kThreads + block.thread(); group < task.groups; group += kThreads) {
-      mass +=
-          group_mass(__ldcg(task.at.maxima + group), __ldcg(task.at.sums + group), largest, scale);
+      mass += group_mass(load_now(task.at.maxima + group), load_now(task.at.sums + group), largest,
+                         scale);
     }
     totals->mass = block.sum(mass);
     if (wishes.both) {
@@ -92,7 +96,7 @@ __device__ inline Maxima load_statistics(Shared& shared, Block& block, Totals* t
       totals->raw_mass = scale == kLog2E ? totals->mass : -1;
     }
   }
-  return {cached ? shared.maxima : nullptr, task.at.maxima};
+  return {copied ? shared.maxima : task.in_shared ? task.at.maxima : nullptr, task.at.maxima};
 }
 
 // The mean of z over all tokens.
@@ -100,9 +104,9 @@ __device__ __noinline__ double mean_of_groups(Shared& shared, Block& block) {
   Task& task = shared.task;
   int64_t moment = 0;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
-    const float z = z_of(__ldcg(task.at.maxima + group), task.largest, task.row.scale);
+    const float z = z_of(load_now(task.at.maxima + group), task.largest, task.row.scale);
     if (z > -126.0f) {
-      const float value = __ldcg(task.at.sums + group) * z + __ldcg(task.at.moments + group);
+      const float value = load_now(task.at.sums + group) * z + load_now(task.at.moments + group);
       moment += static_cast<int64_t>(static_cast<double>(value * ex2_approx(z)) * kOne);
     }
   }
@@ -242,7 +246,7 @@ __device__ __noinline__ float mass_bound(Shared& shared, Block& block, const Max
       const float z = z_of(maxima[group], task.largest, scale);
       if (z < -126.0f) continue;
       const double top = static_cast<double>(ex2_approx(z)) * unit;
-      const double weight = static_cast<double>(__ldcg(task.at.sums + group)) * top;
+      const double weight = static_cast<double>(load_now(task.at.sums + group)) * top;
       const bool wholly = z < middle || z > 2.0f * mean - middle;
       const double rest = fmax(weight - top, 0.0);
       outside += static_cast<int64_t>(wholly ? weight : fmin(rest, most)) + 1;
@@ -327,7 +331,7 @@ __device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_
   const Row& row = task.row;
   const int64_t position = position_of(task.word, total);
   // Masses start from the group's own maximum.
-  const double maximum = static_cast<double>(__ldcg(task.at.maxima + drawn.group));
+  const double maximum = static_cast<double>(load_now(task.at.maxima + drawn.group));
   const double scale = load_f64(row.params + kParamWideScale);
   int64_t masses[2];
   float y[2];

@@ -132,7 +132,7 @@ __device__ __noinline__ int report_rank(Shared& shared, Block& block, const Row&
   Task& task = shared.task;
   int64_t above = 0;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
-    if (!(__ldcg(stored + group) > value)) continue;
+    if (!(load_now(stored + group) > value)) continue;
     for (int piece = 0; piece < kPieces; ++piece) {
       float y[kPiece];
       piece_y<Logits>(row, group * kGroup + piece * kPiece, y);

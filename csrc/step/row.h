@@ -18,7 +18,6 @@ constexpr int kGroup = kPiece * kPieces;
 // a lane loads before it works on the first.
 struct Float32 {
   static constexpr int kVectors = 2;
-  static constexpr int kPiecesAhead = 4;
   static constexpr uint32_t kNegInfBits = 0xFF800000u;
   using Bits = uint32_t;
   __device__ static float load(const void* logits, int64_t i) {
@@ -39,7 +38,6 @@ struct Float32 {
 
 struct BFloat16 {
   static constexpr int kVectors = 1;
-  static constexpr int kPiecesAhead = 8;
   static constexpr uint32_t kNegInfBits = 0xFF80u;
   using Bits = uint16_t;
   __device__ static float load(const void* logits, int64_t i) {
@@ -61,7 +59,6 @@ struct BFloat16 {
 
 struct Float16 {
   static constexpr int kVectors = 1;
-  static constexpr int kPiecesAhead = 8;
   static constexpr uint32_t kNegInfBits = 0xFC00u;
   using Bits = uint16_t;
   __device__ static float load(const void* logits, int64_t i) {

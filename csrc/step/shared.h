@@ -26,6 +26,7 @@ struct Task {
   int32_t* bracket_ids;
   int32_t* by_row;
   int groups;
+  bool in_shared;  // whether the statistics but `moments` are in the block's shared memory
   int index, slot;
   float largest;                 // of y, once it is known
   float raw_largest;             // of the logits
@@ -85,13 +86,13 @@ struct Shared {
   };
 };
 
-// Maxima of groups: a copy close by, or where the first pass left them.
+// Maxima of groups: in shared memory, maybe a copy, or where the first pass left them.
 struct Maxima {
   const float* cached;
   const float* stored;
 
   __device__ float operator[](int group) const {
-    return cached != nullptr ? cached[group] : __ldcg(stored + group);
+    return cached != nullptr ? cached[group] : load_now(stored + group);
   }
 };
 

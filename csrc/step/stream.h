@@ -42,34 +42,34 @@ __device__ inline int tile_first(int tile, int piece, int lane) {
   return tile * kTile + piece * (kWarp * kPiece) + lane * kPiece;
 }
 
-template <int kNumber, class Logits>
-__device__ inline void renew_all(Pack<Logits> (&packs)[kNumber]) {
+// So many pieces a lane works on at a time: a set.
+constexpr int kAtOnce = 4;
+constexpr int kSets = kPieces / kAtOnce;
+
+template <class Logits>
+struct Set {
+  Pack<Logits> packs[kAtOnce];
+};
+
+template <class Logits>
+__device__ inline void renew_all(Set<Logits>& set) {
 #pragma unroll
-  for (int i = 0; i < kNumber; ++i) {
+  for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4 * Logits::kVectors; ++j) renew(packs[i].words[j]);
+    for (int j = 0; j < 4 * Logits::kVectors; ++j) renew(set.packs[i].words[j]);
   }
 }
 
-// Pieces of a tile, from the first one on.
-template <class Logits, int kNumber>
-struct Packs {
-  Pack<Logits> packs[kNumber];
-};
-
-template <class Logits, int kNumber>
-__device__ inline Packs<Logits, kNumber> load_packs(const Source& source, int tile, int lane,
-                                                    int first) {
-  Packs<Logits, kNumber> loaded;
+// A set that is known to lie inside the row, and to be aligned.
+template <class Logits>
+__device__ inline Set<Logits> load_set(const Source& source, int tile, int set, int lane) {
+  Set<Logits> loaded;
 #pragma unroll
-  for (int i = 0; i < kNumber; ++i) {
-    loaded.packs[i] = load_whole_pack<Logits>(source, tile_first(tile, first + i, lane));
+  for (int i = 0; i < kAtOnce; ++i) {
+    loaded.packs[i] = load_whole_pack<Logits>(source, tile_first(tile, set * kAtOnce + i, lane));
   }
   return loaded;
 }
-
-// So many pieces a lane works on at a time.
-constexpr int kAtOnce = 4;
 
 // Of values a lane, each the part of another group, the largest among the lanes that share them.
 __device__ inline void maxima_of_groups(float (&maxima)[kAtOnce]) {
@@ -82,24 +82,29 @@ __device__ inline void maxima_of_groups(float (&maxima)[kAtOnce]) {
   }
 }
 
-// The sum, over the 8 lanes that share groups, of the values that are numbered as the lane is: each
-// exchange halves how many a lane still adds up.
-__device__ inline float sum_of_groups(const float (&values)[kAtOnce], int lane) {
-  float sums[kAtOnce];
+// Over the 8 lanes that share groups, of the values that are numbered as the lane is, what
+// combine(a, b) makes of them: each exchange halves how many a lane still has.
+template <class Combine>
+__device__ inline float over_groups(const float (&values)[kAtOnce], int lane, Combine combine) {
+  float left[kAtOnce];
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) sums[i] = values[i];
+  for (int i = 0; i < kAtOnce; ++i) left[i] = values[i];
 #pragma unroll
   for (int half = kAtOnce / 2; half > 0; half /= 2) {
     const bool upper = (lane & half) != 0;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float sent = upper ? sums[i] : sums[i + half];
-      const float kept = upper ? sums[i + half] : sums[i];
-      sums[i] = kept + __shfl_xor_sync(kAllLanes, sent, half);
+      const float sent = upper ? left[i] : left[i + half];
+      const float kept = upper ? left[i + half] : left[i];
+      left[i] = combine(kept, __shfl_xor_sync(kAllLanes, sent, half));
     }
   }
-  // Two lanes have each: their parts are still to be added.
-  return sums[0] + __shfl_xor_sync(kAllLanes, sums[0], 4);
+  // Two lanes have each, from parts of it.
+  return combine(left[0], __shfl_xor_sync(kAllLanes, left[0], 4));
+}
+
+__device__ inline float sum_of_groups(const float (&values)[kAtOnce], int lane) {
+  return over_groups(values, lane, [](float a, float b) { return a + b; });
 }
 
 // The one of the values that is numbered as the lane is.
@@ -134,102 +139,147 @@ __device__ inline float moment_of_one(float y, float base, float scale) {
   return z < -126.0f ? 0.0f : ex2_approx(z) * z;
 }
 
-// Pieces of a tile, from `first` on, of a row in which y is the logit.
-template <class Logits, int kNumber>
-__device__ inline void stream_pieces(const Wishes& wishes, float scale, int tile, int first_piece,
-                                     int lane, const Packs<Logits, kNumber>& pieces,
-                                     const Statistics& at) {
-  const float first_scale = wishes.total ? scale : kLog2E;
-#pragma unroll
-  for (int begin = 0; begin < kNumber; begin += kAtOnce) {
-    Pack<Logits> packs[kAtOnce];
-    float maxima[kAtOnce], parts[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      packs[i] = pieces.packs[begin + i];
-      maxima[i] = Logits::largest(packs[i].words);
-    }
-    maxima_of_groups(maxima);
-    renew_all(packs);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], first_scale);
-    const float sum = sum_of_groups(parts, lane);
-    const float maximum = value_of_lane(maxima, lane);
-    const int group = group_of_lane(tile, first_piece + begin, lane);
-    const bool writes = lane_writes(lane);
-    if (writes) {
-      at.maxima[group] = sum != sum ? kInf : maximum + 0.0f;
-      at.sums[group] = sum;
-    }
-    if (wishes.both) {
-      renew_all(packs);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], kLog2E);
-      const float raw_sum = sum_of_groups(parts, lane);
-      if (writes) at.raw_sums[group] = raw_sum;
-    }
-    if (wishes.mean) {
-      renew_all(packs);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        float x[kPiece];
-        Logits::unpack(packs[i].words, x);
-        parts[i] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) {
-          parts[i] += moment_of_one(x[j], finite_or_zero(maxima[i]), first_scale);
-        }
-      }
-      const float moment = sum_of_groups(parts, lane);
-      if (writes) at.moments[group] = moment;
-    }
+// Of weights from a set's base on, what they are from a group's own maximum on: a factor, and by
+// how much z is less.
+struct Rebased {
+  float factor, z;
+};
+
+// Exponents of a set's weights at one temperature. They start from the largest token of the whole
+// set: a group far below it has weights that are nothing to the row either.
+struct Exponents {
+  float base, scale;
+  float offset;  // base * scale, rounded: an error that all weights of the set share
+  bool wide;     // whether that is beyond what fp32 holds
+
+  __device__ Exponents(float base_, float scale_)
+      : base(base_), scale(scale_), offset(base_ * scale_), wide(!(fabsf(offset) < kFltMax)) {}
+
+  __device__ float narrow_z(float x) const { return __fmaf_rn(x, scale, -offset); }
+  __device__ float z(float x) const { return wide ? z_of(x, base, scale) : narrow_z(x); }
+  __device__ Rebased rebased(float maximum) const {
+    const float of_maximum = maximum == kNegInf ? 0.0f : z(maximum);
+    return {ex2_approx(fminf(-of_maximum, 126.0f)), of_maximum};
   }
+};
+
+// The sum of a set's weights, of the group that is the lane's. NaN where a logit of the group is
+// NaN or +inf. kWide: whether exponents may be wide.
+template <bool kWide, class Logits>
+__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
+                                  int lane) {
+  float parts[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    float x[kPiece];
+    Logits::unpack(set.packs[i].words, x);
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      sums[j % 2] += ex2_approx(kWide ? exponents.z(x[j]) : exponents.narrow_z(x[j]));
+    }
+    parts[i] = sums[0] + sums[1];
+  }
+  return sum_of_groups(parts, lane) * exponents.rebased(maximum).factor;
 }
 
-// A tile that ends after the row, or of a row that is not aligned.
+// The sum of weight * z, likewise.
 template <class Logits>
-__device__ __noinline__ void stream_ragged_tile(const Source& source, const Wishes& wishes,
-                                                float scale, int tile, int lane,
-                                                const Statistics& at) {
-#pragma unroll 1
-  for (int first = 0; first < kPieces; first += kAtOnce) {
-    Packs<Logits, kAtOnce> loaded;
+__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents,
+                                     float maximum, float sum, int lane) {
+  float parts[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      loaded.packs[i] = load_pack<Logits>(source, tile_first(tile, first + i, lane));
+  for (int i = 0; i < kAtOnce; ++i) {
+    float x[kPiece];
+    Logits::unpack(set.packs[i].words, x);
+    parts[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      const float z = exponents.z(x[j]);
+      parts[i] += z < -126.0f ? 0.0f : ex2_approx(z) * z;
     }
-    stream_pieces(wishes, scale, tile, first, lane, loaded, at);
   }
+  const Rebased rebased = exponents.rebased(maximum);
+  return sum_of_groups(parts, lane) * rebased.factor - rebased.z * sum;
 }
 
-// A warp's tiles, `step` apart, of a row in which y is the logit: while it works on some pieces the
-// next ones are on their way. whole: how many of the row's tiles lie inside it, all of them
-// aligned; ahead: the first pieces, if those of the first tile do.
-template <class Logits>
-__device__ inline void stream_tiles(const Source& source, const Wishes& wishes, float scale,
-                                    int tile, int step, int end, int whole, int lane,
-                                    Packs<Logits, Logits::kPiecesAhead> ahead,
-                                    const Statistics& at) {
-  constexpr int kAhead = Logits::kPiecesAhead;
-  int first = 0;
-#pragma unroll 1
-  while (tile < min(end, whole)) {
-    const bool last_of_tile = first + kAhead == kPieces;
-    const int next_tile = last_of_tile ? tile + step : tile;
-    const int next_first = last_of_tile ? 0 : first + kAhead;
-    Packs<Logits, kAhead> next = ahead;
-    if (next_tile < min(end, whole)) {
-      next = load_packs<Logits, kAhead>(source, next_tile, lane, next_first);
-    }
-    stream_pieces(wishes, scale, tile, first, lane, ahead, at);
-    ahead = next;
-    tile = next_tile;
-    first = next_first;
+// A set, of a row in which y is the logit. Whether exponents were wide, which all is for that
+// knows; it knows means too.
+template <bool kAll, class Logits>
+__device__ inline bool stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
+                                  Set<Logits>& set, const Statistics& at) {
+  float maxima[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
+  const float mine = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+  const float base = finite_or_zero(from_key(__reduce_max_sync(kAllLanes, key_of(mine + 0.0f))));
+  const float maximum =
+      over_groups(maxima, lane, [](float a, float b) { return fmaxf(a, b); }) + 0.0f;
+  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const bool writes = lane_writes(lane);
+  renew_all(set);
+  const Exponents exponents(base, wishes.total ? scale : kLog2E);
+  const float sum = group_sum<kAll>(set, exponents, maximum, lane);
+  if (writes) {
+    at.maxima[group] = sum != sum ? kInf : maximum;
+    at.sums[group] = sum;
   }
+  bool wide = exponents.wide;
+  if (wishes.both) {
+    renew_all(set);
+    const Exponents raw_exponents(base, kLog2E);
+    const float raw_sum = group_sum<kAll>(set, raw_exponents, maximum, lane);
+    if (writes) at.raw_sums[group] = raw_sum;
+    wide = wide || raw_exponents.wide;
+  }
+  if (kAll && wishes.mean) {
+    renew_all(set);
+    const float moment = group_moment(set, exponents, maximum, sum, lane);
+    if (writes) at.moments[group] = moment;
+  }
+  return wide;
+}
+
+// Any tiles of a warp, `step` apart.
+template <class Logits>
+__device__ __noinline__ void stream_any_tiles(const Source source, const Wishes wishes, float scale,
+                                              int tile, int step, int end, int lane,
+                                              const Statistics at) {
 #pragma unroll 1
   for (; tile < end; tile += step) {
-    stream_ragged_tile<Logits>(source, wishes, scale, tile, lane, at);
+#pragma unroll 1
+    for (int number = 0; number < kSets; ++number) {
+      Set<Logits> set;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        set.packs[i] = load_pack<Logits>(source, tile_first(tile, number * kAtOnce + i, lane));
+      }
+      stream_set<true>(wishes, scale, tile, number, lane, set, at);
+    }
   }
+}
+
+// A warp's tiles, `step` apart, of a row in which y is the logit. The place of a set that is done
+// is where the next tile's is loaded to. whole: how many of the row's tiles lie inside it, all of
+// them aligned; sets: the first tile's, if it is one of those.
+template <class Logits>
+__device__ inline void stream_tiles(const Source& source, const Wishes wishes, float scale,
+                                    int tile, int step, int end, int whole, int lane,
+                                    Set<Logits> (&sets)[kSets], const Statistics& at) {
+  const int first = tile, last = wishes.mean ? 0 : min(end, whole);
+  bool again = false;
+#pragma unroll 1
+  while (tile < last) {
+    const int next = tile + step;
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) {
+      again = stream_set<false>(wishes, scale, tile, i, lane, sets[i], at) || again;
+      if (next < last) sets[i] = load_set<Logits>(source, next, i, lane);
+    }
+    tile = next;
+  }
+  if (again) tile = first;
+  if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
 
 // Tokens of a lane that were seen before, by piece: what they weigh relative to their largest.
@@ -243,7 +293,8 @@ __device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wi
                                                  int lane, const Statistics at) {
 #pragma unroll 1
   for (int first = 0; first < kPieces; first += kAtOnce) {
-    Pack<Logits> packs[kAtOnce];
+    Set<Logits> set;
+    auto& packs = set.packs;
     uint32_t clear = 0, seen = 0, in_output = 0;  // of each piece 8 bits
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -261,7 +312,7 @@ __device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wi
     for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], kLog2E);
     const float raw_sum = sum_of_groups(parts, lane);
     const float raw_maximum = value_of_lane(maxima, lane);
-    renew_all(packs);
+    renew_all(set);
 
     // Tokens that were seen are few: each lane takes its own one after the other.
     Seen of_seen;
@@ -316,7 +367,7 @@ __device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wi
       at.raw_sums[group] = raw_sum;
     }
     if (!wishes.total) continue;
-    renew_all(packs);
+    renew_all(set);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       float y[kPiece];

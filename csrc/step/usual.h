@@ -42,7 +42,7 @@ __device__ inline void load_owned(const Owned& owned, const float* stored, float
     float4 vector = make_float4(otherwise, otherwise, otherwise, otherwise);
     const int group = owned.first + 4 * v;
     if (v < owned.vectors && group < owned.groups) {
-      vector = __ldcg(reinterpret_cast<const float4*>(stored + group));
+      vector = load_now(reinterpret_cast<const float4*>(stored + group));
     }
     values[v][0] = vector.x;
     values[v][1] = vector.y;
