@@ -15,10 +15,6 @@ namespace {
 // With so many blocks every multiprocessor has work until the end, and streams while others finish
 // rows. Fewer, which read more each, wait less often for each other.
 constexpr int64_t kTargetBlocks = 512;
-// The block's own memory, and behind it the statistics that it has there.
-constexpr size_t kSharedBytes = (sizeof(Shared) + 15) / 16 * 16;
-constexpr int kStatisticsInShared = 4;
-
 // So many rows leave the memory system idle: one that was read for nothing costs nobody anything.
 constexpr int kFewRows = 8;
 
@@ -172,7 +168,7 @@ __device__ __noinline__ int fallback_id(Shared& shared, Block& block) {
 // A row's filters and draw from its groups' statistics. Not complete where that takes passes over
 // the whole row.
 template <class Logits>
-__device__ inline Selection select_from_groups(Shared& shared, Block& block, const Maxima& maxima) {
+__device__ inline Selection select_from_groups(Shared& shared, Block& block, const float* maxima) {
   Task& task = shared.task;
   const Row& row = task.row;
   const int32_t* params = row.params;
@@ -256,11 +252,13 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
 
 // From a row's statistics to its token and its next state.
 template <class Logits>
-__device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) {
+__device__ __noinline__ void finish_row() {
+  Shared& shared = the_shared();
+  const StepArguments& a = shared.arguments;
   Task& task = shared.task;
   const int slot = task.slot;
   int32_t* out = a.output + int64_t{task.index} * a.layout.output_words();
-  Block block = {&shared.exchange, 0};
+  Block block = {0};
   const int32_t* params = task.row.params;
   const int num_stop = task.header[kParamNumStop];
   const int stop = block.thread() < num_stop ? params[a.layout.stop_ids() + block.thread()] : -1;
@@ -270,9 +268,9 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
     tables.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
   }
   const bool lists = task.row.has(kLists);
-  if (!lists && finish_usual<Logits>(shared, block, a, out, tables, stop)) return;
+  if (!lists && finish_usual<Logits>(shared, block, out, tables, stop)) return;
   __syncthreads();
-  if (block.thread() == 0) task.word = draw_word(a, task);
+  if (block.thread() == 0) task.word = draw_word();
   if (lists) {
     const int num_bans = list_bans(shared, block, a.layout, const_cast<int32_t*>(task.row.bans));
     if (block.thread() == 0) {
@@ -281,13 +279,12 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
     }
     __syncthreads();
   }
-  Totals totals;
-  Maxima maxima = load_statistics(shared, block, &totals);
+  Totals totals = total_statistics(shared, block);
   int row_flags = 0;
   if (totals.largest == kInf || lists) {
     if (totals.largest == kInf && repair_marked<Logits>(shared, block)) row_flags |= kRowNan;
     if (lists) repair_listed<Logits>(shared, block);
-    maxima = load_statistics(shared, block, &totals);
+    totals = total_statistics(shared, block);
   }
   const float largest = totals.largest;
   const bool special = largest == kInf || largest == kNegInf;
@@ -305,7 +302,7 @@ __device__ __noinline__ void finish_row(Shared& shared, const StepArguments& a) 
   }
   __syncthreads();
   Selection selection = {};
-  if (!special) selection = select_from_groups<Logits>(shared, block, maxima);
+  if (!special) selection = select_from_groups<Logits>(shared, block, task.at.maxima);
   // For who wants to know by which way a row went.
   if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
@@ -350,8 +347,7 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 template <class Logits>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_step_kernel(const __grid_constant__ StepArguments a) {
-  DYNAMIC_SHARED(unsigned char, memory);
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = the_shared();
   grid_dependency_wait();
   grid_dependency_launch();
   const auto blocks = static_cast<unsigned>(a.blocks_of_row);
@@ -383,19 +379,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tile = first_tile + warp;
   const int whole = source.aligned ? a.layout.vocab_size / kTile : 0;
   Set<Logits> sets[kSets] = {};
-  if (tile < min(end_tile, whole)) {
+  const auto load_first = [&] {
+    if (tile < min(end_tile, whole)) {
 #pragma unroll
-    for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
-  }
+      for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
+    }
+  };
+  if (early) load_first();
   if (!has_slot) {
     if (part == 0) write_idle(a.layout, out, nullptr);
     return;
   }
   const int slot = given_slot;
-  // A lane has a word of each.
+  // A lane has a word of each. Asked for after the logits they would come after them.
   const int32_t header = a.params[int64_t{slot} * a.layout.params_words() + lane];
   int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
   const int32_t state_word = lane < kStateRecent ? state[lane] : 0;
+  if (!early) load_first();
   const auto parameter = [&](int word) { return __shfl_sync(kAllLanes, header, word); };
 
   int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   float* statistics = scratch_statistics;
   if (a.in_shared) {
     // Those of the row's first block, which finishes it.
-    statistics = reinterpret_cast<float*>(memory + kSharedBytes);
+    statistics = the_statistics();
     if (part > 0) statistics = of_block(statistics, 0);
   }
   const Statistics at = {statistics, statistics + scratch.groups, statistics + 2 * scratch.groups,
@@ -421,6 +421,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const float scale = __int_as_float(parameter(kParamScale));
   const bool split = (flags & (kAllowed | kPenalties | kLists)) != 0 || has_grammar(a);
   const Wishes wishes = wishes_of(flags, split, scale);
+  if (threadIdx.x == kThreads - kWarp) shared.arguments = a;
   if (warp == 0) {
     task.header[lane] = header;
     if (lane < kStateRecent) task.state[lane] = state_word;
@@ -467,7 +468,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (shared.is_last == 0) return;
   }
-  finish_row<Logits>(shared, a);
+  if (!a.in_shared && scratch.groups <= kSharedGroups) {
+    const auto* from = reinterpret_cast<const float4*>(statistics);
+    auto* to = reinterpret_cast<float4*>(the_statistics());
+    for (int i = static_cast<int>(threadIdx.x); i < kStatisticsInShared * scratch.groups / 4;
+         i += kThreads) {
+      to[i] = load_now(from + i);
+    }
+    if (threadIdx.x == 0) {
+      float* own = the_statistics();
+      task.at = {own, own + scratch.groups, own + 2 * scratch.groups, own + 3 * scratch.groups,
+                 at.moments};
+      task.in_shared = true;
+    }
+    __syncthreads();
+  }
+  finish_row<Logits>();
 }
 
 }  // namespace
@@ -485,8 +501,6 @@ struct Plan {
   size_t bytes;    // of shared memory
 };
 
-constexpr size_t kMostShared = 227 << 10;
-
 // Rows up to which a row is read by so many blocks of a cluster.
 struct Step {
   int rows, blocks;
@@ -503,13 +517,16 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error != cudaSuccess) return error;
-  const size_t of_statistics =
-      size_t{kStatisticsInShared} * sizeof(float) * static_cast<size_t>(tiles * kGroupsOfTile);
-  *plan = {static_cast<int>(std::min<int64_t>((kTargetBlocks + rows - 1) / rows, most_blocks)),
-           false, kSharedBytes};
-  if (tiles * kGroupsOfTile > kCachedGroups || kSharedBytes + of_statistics > kMostShared) {
-    return cudaSuccess;
+  const int groups = tiles * kGroupsOfTile;
+  size_t bytes = kSharedBytes;
+  if (groups <= kSharedGroups) {
+    bytes += size_t{kStatisticsInShared} * sizeof(float) * static_cast<size_t>(groups);
   }
+  error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
+  if (error != cudaSuccess) return error;
+  *plan = {static_cast<int>(std::min<int64_t>((kTargetBlocks + rows - 1) / rows, most_blocks)),
+           false, bytes};
+  if (groups > kSharedGroups) return cudaSuccess;
   int blocks = 1;
   for (const Step& step : kClusters) {
     if (rows <= step.rows) {
@@ -518,9 +535,6 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
     }
   }
   // Without clusters, or where the device has no place for one, a row's blocks take tickets.
-  const size_t bytes = kSharedBytes + of_statistics;
-  error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
-  if (error != cudaSuccess) return error;
   if (blocks > 1) {
     int clusters = 0;
     if (major < 9 || most_clusters(&clusters, kernel, kThreads, bytes, blocks) != cudaSuccess ||

@@ -34,6 +34,13 @@ struct Exchange {
   uint64_t words[2][kWarps];
 };
 
+// It is the first thing in shared memory. Functions that are not inlined say so themselves: a
+// reference that is passed to them could be to any memory.
+__device__ inline Exchange& the_exchange() {
+  DYNAMIC_SHARED(Exchange, exchange);
+  return *exchange;
+}
+
 struct Range {
   float low, high;
 };
@@ -42,17 +49,17 @@ struct Range {
 // once, and waits for its instructions more than for anything else.
 
 // Every warp's word, one after the other, for all threads.
-__device__ inline const uint64_t* exchanged(Exchange* exchange, int turn, uint64_t word) {
-  uint64_t* words = exchange->words[turn];
+__device__ inline const uint64_t* exchanged(int turn, uint64_t word) {
+  uint64_t* words = the_exchange().words[turn];
   if (threadIdx.x % kWarp == 0) words[threadIdx.x / kWarp] = word;
   __syncthreads();
   return words;
 }
 
-__device__ __noinline__ Range exchange_range(Exchange* exchange, int turn, float low, float high) {
+__device__ __noinline__ Range exchange_range(int turn, float low, float high) {
   int low_key = __reduce_min_sync(kAllLanes, key_of(low));
   int high_key = __reduce_max_sync(kAllLanes, key_of(high));
-  const uint64_t* words = exchanged(exchange, turn,
+  const uint64_t* words = exchanged(turn,
                                     static_cast<uint64_t>(static_cast<uint32_t>(low_key)) << 32 |
                                         static_cast<uint32_t>(high_key));
 #pragma unroll
@@ -63,57 +70,31 @@ __device__ __noinline__ Range exchange_range(Exchange* exchange, int turn, float
   return {from_key(low_key), from_key(high_key)};
 }
 
-__device__ __noinline__ int64_t exchange_sum(Exchange* exchange, int turn, int64_t value) {
-  const uint64_t* words = exchanged(exchange, turn, static_cast<uint64_t>(sum_of_lanes(value)));
+__device__ __noinline__ int64_t exchange_sum(int turn, int64_t value) {
+  const uint64_t* words = exchanged(turn, static_cast<uint64_t>(sum_of_lanes(value)));
   uint64_t total = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) total += words[i];
   return static_cast<int64_t>(total);
 }
 
-__device__ __noinline__ uint64_t exchange_max(Exchange* exchange, int turn, uint64_t value) {
-  const uint64_t* words = exchanged(exchange, turn, max_of_lanes(value));
+// In one order, whatever the block does.
+__device__ __noinline__ float exchange_total(int turn, float value) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  const uint64_t* words = exchanged(turn, static_cast<uint64_t>(__float_as_uint(value)));
+  value = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) value += __uint_as_float(static_cast<uint32_t>(words[i]));
+  return value;
+}
+
+__device__ __noinline__ uint64_t exchange_max(int turn, uint64_t value) {
+  const uint64_t* words = exchanged(turn, max_of_lanes(value));
   value = words[0];
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) value = words[i] > value ? words[i] : value;
   return value;
-}
-
-// Of what threads list: how many come before a thread's own, how many there are, and the lowest of
-// the values that go with them.
-struct Listing {
-  int before, total;
-  float lowest;
-};
-
-__device__ __noinline__ Listing exchange_listing(Exchange* exchange, int turn, int number,
-                                                 float lowest) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  int key = __reduce_min_sync(kAllLanes, key_of(lowest));
-  int up_to = number;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) up_to += other;
-  }
-  uint64_t* words = exchange->words[turn];
-  if (lane == kWarp - 1) {
-    words[warp] =
-        static_cast<uint64_t>(static_cast<uint32_t>(key)) << 32 | static_cast<uint32_t>(up_to);
-  }
-  __syncthreads();
-  Listing listing = {up_to - number, 0, 0.0f};
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-    const uint64_t word = words[i];
-    const auto of_warp = static_cast<int>(word & 0xFFFFFFFFu);
-    if (i < warp) listing.before += of_warp;
-    listing.total += of_warp;
-    key = min(key, static_cast<int>(word >> 32));
-  }
-  listing.lowest = from_key(key);
-  return listing;
 }
 
 template <class Integer>
@@ -129,7 +110,7 @@ __device__ inline int64_t shuffled_up(int64_t value, int step) {
 }
 
 template <class Integer>
-__device__ __noinline__ Sums<Integer> exchange_sums(Exchange* exchange, int turn, Integer value) {
+__device__ __noinline__ Sums<Integer> exchange_sums(int turn, Integer value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   Integer up_to = value;
@@ -138,7 +119,7 @@ __device__ __noinline__ Sums<Integer> exchange_sums(Exchange* exchange, int turn
     const Integer other = shuffled_up(up_to, step);
     if (lane >= step) up_to += other;
   }
-  uint64_t* words = exchange->words[turn];
+  uint64_t* words = the_exchange().words[turn];
   if (lane == kWarp - 1) words[warp] = static_cast<uint64_t>(up_to);
   __syncthreads();
   Sums<Integer> sums = {up_to - value, 0};
@@ -165,7 +146,6 @@ __device__ inline int64_t of_lane(int64_t value, int lane) {
 }
 
 struct Block {
-  Exchange* exchange;
   int turn;
 
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -174,25 +154,23 @@ struct Block {
 
   // Of values that are no NaN: the smallest of the lows and the largest of the highs.
   __device__ Range range(float low, float high) {
-    return exchange_range(exchange, turn ^= 1, low, high);
+    return exchange_range(turn ^= 1, low, high);
   }
   __device__ float max(float value) { return range(value, value).high; }
   __device__ float min(float value) { return range(value, value).low; }
 
-  __device__ int64_t sum(int64_t value) { return exchange_sum(exchange, turn ^= 1, value); }
+  __device__ int64_t sum(int64_t value) { return exchange_sum(turn ^= 1, value); }
+
+  __device__ float total(float value) { return exchange_total(turn ^= 1, value); }
 
   // The largest, and the smallest, of 64 unsigned bits.
-  __device__ uint64_t max_bits(uint64_t value) { return exchange_max(exchange, turn ^= 1, value); }
+  __device__ uint64_t max_bits(uint64_t value) { return exchange_max(turn ^= 1, value); }
   __device__ uint64_t min_bits(uint64_t value) { return ~max_bits(~value); }
-
-  __device__ Listing listing(int number, float lowest) {
-    return exchange_listing(exchange, turn ^= 1, number, lowest);
-  }
 
   // The sum of the values of all threads before this one; total: of all of them.
   template <class Integer>
   __device__ Integer sum_before(Integer value, Integer* total) {
-    const Sums<Integer> sums = exchange_sums(exchange, turn ^= 1, value);
+    const Sums<Integer> sums = exchange_sums(turn ^= 1, value);
     *total = sums.total;
     return sums.before;
   }

@@ -11,24 +11,13 @@ __device__ inline int64_t group_mass(float maximum, float sum, float largest, fl
   return static_cast<int64_t>(sum * ex2_approx(z) * static_cast<float>(kOne));
 }
 
-__device__ inline bool copies_maxima(const Task& task) {
-  return !task.in_shared && task.groups <= kCachedGroups;
-}
-
-// Copies the maxima close by, where they fit. largest: of them.
-__device__ inline Maxima load_maxima(Shared& shared, Block& block, const float* stored,
-                                     float* largest) {
-  const int groups = shared.task.groups;
-  const bool copied = copies_maxima(shared.task);
-  __syncthreads();  // their place may still be in use
-  float maximum = kNegInf;
-  for (int group = block.thread(); group < groups; group += kThreads) {
-    const float value = load_now(stored + group);
-    if (copied) shared.maxima[group] = value;
-    maximum = fmaxf(maximum, value);
+// The largest of groups' maxima.
+__device__ inline float largest_of(Shared& shared, Block& block, const float* maxima) {
+  float largest = kNegInf;
+  for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
+    largest = fmaxf(largest, load_now(maxima + group));
   }
-  *largest = block.max(maximum);
-  return {copied ? shared.maxima : shared.task.in_shared ? stored : nullptr, stored};
+  return block.max(largest);
 }
 
 // The mass of all groups, relative to the largest.
@@ -48,55 +37,24 @@ struct Totals {
   int64_t mass, raw_mass;
 };
 
-// Both of the above, with as much loaded at once as registers hold.
-__device__ inline Maxima load_statistics(Shared& shared, Block& block, Totals* totals) {
-  constexpr int kEach = 8;  // groups a thread: 131072 tokens in all
+__device__ inline Totals total_statistics(Shared& shared, Block& block) {
   const Task& task = shared.task;
   const Wishes wishes = task.wishes;
-  const bool wanted = wishes.total || (wishes.raw && !wishes.split);
   const float scale = wishes.total ? task.row.scale : kLog2E;
-  float maxima[kEach], sums[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int group = i * kThreads + block.thread();
-    const bool inside = group < task.groups;
-    maxima[i] = inside ? load_now(task.at.maxima + group) : kNegInf;
-    sums[i] = inside && wanted ? load_now(task.at.sums + group) : 0.0f;
-  }
-  const bool copied = copies_maxima(task);
-  __syncthreads();  // their place may still be in use
-  float largest = kNegInf;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int group = i * kThreads + block.thread();
-    if (copied && group < task.groups) shared.maxima[group] = maxima[i];
-    largest = fmaxf(largest, maxima[i]);
-  }
-  for (int group = kEach * kThreads + block.thread(); group < task.groups; group += kThreads) {
-    const float value = load_now(task.at.maxima + group);
-    if (copied) shared.maxima[group] = value;
-    largest = fmaxf(largest, value);
-  }
-  *totals = {block.max(largest), -1, -1};
-  largest = totals->largest;
-  if (wanted && largest > kNegInf && largest < kInf) {
-    int64_t mass = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) mass += group_mass(maxima[i], sums[i], largest, scale);
-    for (int group = kEach * kThreads + block.thread(); group < task.groups; group += kThreads) {
-      mass += group_mass(load_now(task.at.maxima + group), load_now(task.at.sums + group), largest,
-                         scale);
-    }
-    totals->mass = block.sum(mass);
+  Totals totals = {largest_of(shared, block, task.at.maxima), -1, -1};
+  if ((wishes.total || (wishes.raw && !wishes.split)) && totals.largest > kNegInf &&
+      totals.largest < kInf) {
+    totals.mass =
+        mass_of_groups(shared, block, task.at.maxima, task.at.sums, totals.largest, scale);
     if (wishes.both) {
-      totals->raw_mass =
-          mass_of_groups(shared, block, task.at.maxima, task.at.raw_sums, largest, kLog2E);
+      totals.raw_mass =
+          mass_of_groups(shared, block, task.at.maxima, task.at.raw_sums, totals.largest, kLog2E);
     } else if (!wishes.split) {
       // One sum serves as both, but where the temperature differs and raw is not asked for.
-      totals->raw_mass = scale == kLog2E ? totals->mass : -1;
+      totals.raw_mass = scale == kLog2E ? totals.mass : -1;
     }
   }
-  return {copied ? shared.maxima : task.in_shared ? task.at.maxima : nullptr, task.at.maxima};
+  return totals;
 }
 
 // The mean of z over all tokens.
@@ -149,13 +107,13 @@ __device__ inline int find_bin(Shared& shared, Block& block, int needed, int* be
 
 // A bound that at least k of the groups' maxima reach, and so k tokens; few more do. -FLT_MAX where
 // fewer than k groups hold a token. largest: of the maxima, finite.
-__device__ inline float top_bound(Shared& shared, Block& block, const Maxima& maxima, float largest,
+__device__ inline float top_bound(Shared& shared, Block& block, const float* maxima, float largest,
                                   int k) {
   Task& task = shared.task;
   const int enough = k + k / 8 + 4;
   float low = kInf, high = largest;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
-    const float maximum = maxima[group];
+    const float maximum = load_now(maxima + group);
     if (maximum > kNegInf) low = fminf(low, maximum);
   }
   low = block.min(low);
@@ -166,7 +124,7 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
     shared.bins[block.thread()] = 0;
     __syncthreads();
     for (int group = block.thread(); group < task.groups; group += kThreads) {
-      const float maximum = maxima[group];
+      const float maximum = load_now(maxima + group);
       if (maximum >= low && maximum <= high) atomicAdd(&shared.bins[bins.bin(maximum)], 1u);
     }
     int before, inside;
@@ -174,7 +132,7 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
     if (bin < 0) return -kFltMax;
     float smallest = kInf, greatest = kNegInf;
     for (int group = block.thread(); group < task.groups; group += kThreads) {
-      const float maximum = maxima[group];
+      const float maximum = load_now(maxima + group);
       if (maximum >= low && maximum <= high && bins.bin(maximum) == bin) {
         smallest = fminf(smallest, maximum);
         greatest = fmaxf(greatest, maximum);
@@ -192,7 +150,7 @@ __device__ inline float top_bound(Shared& shared, Block& block, const Maxima& ma
 // A bound such that the largest tokens of the groups that reach it weigh top_p of the total by
 // themselves; whoever uses it verifies that by the tokens. False for rows so flat that groups hold
 // several tokens of the nucleus.
-__device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima& maxima,
+__device__ inline bool nucleus_bound(Shared& shared, Block& block, const float* maxima,
                                      float top_p, float* bound) {
   Task& task = shared.task;
   const float scale = task.row.scale;
@@ -208,7 +166,7 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima&
   shared.bins[block.thread()] = 0;
   __syncthreads();
   for (int group = block.thread(); group < task.groups; group += kThreads) {
-    const float z = z_of(maxima[group], task.largest, scale);
+    const float z = z_of(load_now(maxima + group), task.largest, scale);
     if (z >= start) {
       atomicAdd(&shared.bins[bins.bin(z)], static_cast<uint32_t>(ex2_approx(z) * unit));
     }
@@ -218,7 +176,7 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima&
   if (bin < 0) return false;
   float smallest = kInf;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
-    const float maximum = maxima[group];
+    const float maximum = load_now(maxima + group);
     const float z = z_of(maximum, task.largest, scale);
     if (z >= start && bins.bin(z) <= bin) smallest = fminf(smallest, maximum);
   }
@@ -229,7 +187,7 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const Maxima&
 // z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
 //
 // What a group holds below z is at most what it holds beside its maximum, and at most 63 * 2**z.
-__device__ __noinline__ float mass_bound(Shared& shared, Block& block, const Maxima& maxima,
+__device__ __noinline__ float mass_bound(Shared& shared, Block& block, const float* maxima,
                                          float share, float mean) {
   Task& task = shared.task;
   const float scale = task.row.scale;
@@ -243,7 +201,7 @@ __device__ __noinline__ float mass_bound(Shared& shared, Block& block, const Max
     const double most = static_cast<double>(ex2_approx(middle)) * 63.0 * unit;
     int64_t outside = 0;
     for (int group = block.thread(); group < task.groups; group += kThreads) {
-      const float z = z_of(maxima[group], task.largest, scale);
+      const float z = z_of(load_now(maxima + group), task.largest, scale);
       if (z < -126.0f) continue;
       const double top = static_cast<double>(ex2_approx(z)) * unit;
       const double weight = static_cast<double>(load_now(task.at.sums + group)) * top;
@@ -260,7 +218,7 @@ __device__ __noinline__ float mass_bound(Shared& shared, Block& block, const Max
 
 // Lists the groups whose maximum reaches the bound, ascending; their number, of which as many as
 // fit are listed.
-__device__ inline int list_groups(Shared& shared, Block& block, const Maxima& maxima, float bound) {
+__device__ inline int list_groups(Shared& shared, Block& block, const float* maxima, float bound) {
   Task& task = shared.task;
   const int lane = block.lane(), warp = block.warp();
   int count = 0;
@@ -271,7 +229,7 @@ __device__ inline int list_groups(Shared& shared, Block& block, const Maxima& ma
     for (int chunk = warp; chunk < chunks; chunk += kWarps) {
       const int group = first + chunk * kWarp + lane;
       const unsigned reaching =
-          __ballot_sync(kAllLanes, group < task.groups && maxima[group] >= bound);
+          __ballot_sync(kAllLanes, group < task.groups && load_now(maxima + group) >= bound);
       if (lane == 0) shared.bins[chunk] = reaching;
     }
     __syncthreads();
@@ -310,11 +268,11 @@ __device__ inline int first_in_group(const Row& row, int group, float y, int lan
 
 // The lowest id among the largest y.
 template <class Logits>
-__device__ inline int first_maximum(Shared& shared, Block& block, const Maxima& maxima) {
+__device__ inline int first_maximum(Shared& shared, Block& block, const float* maxima) {
   const Task& task = shared.task;
   uint64_t first = ~uint64_t{0};
   for (int group = block.thread(); group < task.groups; group += kThreads) {
-    if (maxima[group] == task.largest) {
+    if (load_now(maxima + group) == task.largest) {
       first = static_cast<uint64_t>(group);
       break;
     }

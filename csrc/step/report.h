@@ -98,8 +98,8 @@ template <class Logits>
 __device__ __noinline__ void report_top(Shared& shared, Block& block, const Row& row,
                                         const float* stored, const TableLayout& layout,
                                         int32_t* out, int n, const Normaliser& normaliser) {
-  float largest;
-  const Maxima maxima = load_maxima(shared, block, stored, &largest);
+  const float largest = largest_of(shared, block, stored);
+  const float* maxima = stored;
   int count = kListed + 1;
   // Survivors that are no head of the order (typical_p) are looked for in the row itself.
   const bool head =
@@ -227,7 +227,7 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
     if (total < 0) {
       const bool apart = task.wishes.split || task.wishes.both;
       const float* sums = apart ? task.at.raw_sums : task.at.sums;
-      load_maxima(shared, block, values, &normaliser.largest);
+      normaliser.largest = largest_of(shared, block, values);
       const float scale = apart || !task.wishes.total ? kLog2E : row.scale;
       total = mass_of_groups(shared, block, values, sums, normaliser.largest, scale);
     }
@@ -281,9 +281,11 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
 // from the logit, without rank and given ids. top_n: best tokens to report, of a ranked short list
 // that has them; raw ones.
 template <class Logits>
-__device__ __noinline__ void report_by_warp(Shared& shared, const TableLayout& layout, int32_t* out,
-                                            const SeenTables tables, const Selection selection,
-                                            int top_n, int listed, int stop) {
+__device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables tables,
+                                            const Selection selection, int top_n, int listed,
+                                            int stop) {
+  const Shared& shared = the_shared();
+  const TableLayout& layout = shared.arguments.layout;
   const Task& task = shared.task;
   const Row& row = task.row;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -308,10 +310,7 @@ __device__ __noinline__ void report_by_warp(Shared& shared, const TableLayout& l
   if (normaliser.processed) {
     normaliser.log = log_mass(selection.total);
   } else if (task.wishes.raw) {
-    int64_t total = 0;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) total += shared.raw_masses[i];
-    normaliser.log = log_mass(total);
+    normaliser.log = shared.raw_log;
   }
   for (int i = lane; i < layout.max_logprobs; i += kWarp) {
     if (i >= top_n) {

@@ -1,6 +1,7 @@
 // The memory that a block shares, and what its threads know of the row that it finishes.
 #pragma once
 
+#include "../sample_step.h"
 #include "block.h"
 #include "stream.h"
 
@@ -8,7 +9,7 @@ namespace graphed_sampling {
 
 constexpr int kListed = 2048;        // candidates that a list holds
 constexpr int kListedGroups = 1024;  // groups that are read again for one
-constexpr int kCachedGroups = 4096;  // whose maxima fit beside the rest: 262144 tokens
+constexpr int kSharedGroups = 4096;  // whose statistics fit into shared memory: 262144 tokens
 constexpr int kBins = kThreads;      // one a thread
 constexpr int kMaxListedTopK = 1024;
 constexpr int kBracketed = 16384;  // tokens around the cut of a flat row that its list holds
@@ -59,7 +60,7 @@ struct DrawnGroup {
 };
 
 struct Shared {
-  Exchange exchange;
+  StepArguments arguments;
   Task task;
   int is_last;
   // What one thread found for all.
@@ -69,15 +70,14 @@ struct Shared {
   int64_t found_before, found_mass;
   DrawnGroup drawn_group;
   Selection selection;
-  int64_t raw_masses[kWarps];  // what each warp adds to the raw mass
+  float raw_parts[kWarps];  // what each warp has of the sum of raw weights
+  double raw_log;           // its logarithm
   alignas(16) uint32_t bins[kBins];
   int32_t group_list[kListedGroups];
   // Candidates in canonical order.
   float list_y[kListed];
   int32_t list_ids[kListed];
-  // A list is sorted when its groups' maxima have done their work.
   union {
-    float maxima[kCachedGroups];
     uint64_t keys[kListed];
     unsigned long long mass_bins[kBins];
     struct {
@@ -86,14 +86,20 @@ struct Shared {
   };
 };
 
-// Maxima of groups: in shared memory, maybe a copy, or where the first pass left them.
-struct Maxima {
-  const float* cached;
-  const float* stored;
+// Shared memory: the exchange, this, and one after the other the statistics that are there.
+constexpr size_t kSharedBytes = sizeof(Exchange) + (sizeof(Shared) + 15) / 16 * 16;
+constexpr int kStatisticsInShared = 4;
+static_assert(sizeof(Exchange) % 16 == 0);
 
-  __device__ float operator[](int group) const {
-    return cached != nullptr ? cached[group] : load_now(stored + group);
-  }
-};
+__device__ inline Shared& the_shared() {
+  DYNAMIC_SHARED(unsigned char, memory);
+  return *reinterpret_cast<Shared*>(memory + sizeof(Exchange));
+}
+
+// maxima, sums, raw_maxima and raw_sums of so many groups.
+__device__ inline float* the_statistics() {
+  DYNAMIC_SHARED(unsigned char, memory);
+  return reinterpret_cast<float*>(memory + kSharedBytes);
+}
 
 }  // namespace graphed_sampling

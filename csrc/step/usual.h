@@ -1,6 +1,6 @@
-// How most rows end: with the groups' statistics in registers, one short list, and filters, draw
-// and report by a single warp. What a row waits for here is one instruction after the other, so
-// there are few, and few barriers.
+// How most rows end: one short list, and filters, draw and report by a single warp. What a row
+// waits for here is one instruction after the other, half of the time for its coming from memory,
+// so there are few, in loops, and few barriers.
 #pragma once
 
 #include "../common/philox.h"
@@ -9,54 +9,69 @@
 
 namespace graphed_sampling {
 
-constexpr int kVectors = kCachedGroups / (4 * kThreads);  // of 4 groups, that a thread has at most
 constexpr int kShortList = kThreads;
 
-// The groups that are a thread's: neighbours, so that ids ascend as threads do.
+// The groups that are a thread's, 4 at a time: neighbours, so that ids ascend as threads do.
 struct Owned {
   int first, vectors, groups;
 
   __device__ Owned(int groups_, int thread)
-      : first(0), vectors((groups_ + 4 * kThreads - 1) / (4 * kThreads)), groups(groups_) {
+      : vectors((groups_ + 4 * kThreads - 1) / (4 * kThreads)), groups(groups_) {
     first = thread * 4 * vectors;
   }
-  // Calls use(vector, place, group) for each of them, all at places that the compiler knows.
+  // Calls use(i, group) for the first group of each 4. Not unrolled: see above.
   template <class Use>
   __device__ void each(Use use) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (v >= vectors) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) use(v, i, first + 4 * v + i);
-    }
+#pragma unroll 1
+    for (int i = 0; i < vectors && first + 4 * i < groups; ++i) use(i, first + 4 * i);
   }
 };
 
-using OfOwned = float[kVectors][4];
+struct Vector {
+  float values[4];
 
-// No group's is as much as `otherwise`.
-__device__ inline void load_owned(const Owned& owned, const float* stored, float otherwise,
-                                  OfOwned& values) {
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float4 vector = make_float4(otherwise, otherwise, otherwise, otherwise);
-    const int group = owned.first + 4 * v;
-    if (v < owned.vectors && group < owned.groups) {
-      vector = load_now(reinterpret_cast<const float4*>(stored + group));
-    }
-    values[v][0] = vector.x;
-    values[v][1] = vector.y;
-    values[v][2] = vector.z;
-    values[v][3] = vector.w;
+  __device__ explicit Vector(const float* place) {
+    const float4 vector = *reinterpret_cast<const float4*>(place);
+    values[0] = vector.x;
+    values[1] = vector.y;
+    values[2] = vector.z;
+    values[3] = vector.w;
   }
+  __device__ float operator[](int i) const { return values[i]; }
+  __device__ float largest() const {
+    return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
+  }
+};
+
+// Evenly spaced places from `high` down, the bins of a histogram.
+struct Scale {
+  float slope, offset;
+
+  __device__ Scale(float low, float high)
+      : slope(static_cast<float>(kBins) / (high - low)), offset(high * slope) {}
+  // Never rises with the value.
+  __device__ int bin(float value) const {
+    return min(static_cast<int>(fmaxf(__fmaf_rn(-value, slope, offset), 0.0f)), kBins - 1);
+  }
+};
+
+// A thread's part of the sum of groups' weights relative to the largest, which is finite.
+__device__ inline float weight_of_owned(const Owned& owned, const float* maxima, const float* sums,
+                                        const Exponents& exponents) {
+  float weight = 0.0f;
+  owned.each([&](int, int group) {
+    const Vector maximum(maxima + group), sum(sums + group);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
+    }
+  });
+  return weight;
 }
 
-__device__ inline int64_t mass_of_owned(const Owned& owned, const OfOwned& maxima,
-                                        const OfOwned& sums, float largest, float scale) {
-  int64_t mass = 0;
-  owned.each(
-      [&](int v, int i, int) { mass += group_mass(maxima[v][i], sums[v][i], largest, scale); });
-  return mass;
+// By how much the logarithm of such a sum, to the base 2, is too large.
+__device__ inline float excess_of(const Exponents& exponents) {
+  return exponents.narrow_z(exponents.base);
 }
 
 // The bin in which what lies in the bins before it and in it reaches `needed`; kBins if all of them
@@ -130,27 +145,37 @@ __device__ inline int list_tokens(Shared& shared, Block& block, const Row& row, 
     }
     count += listed;
   }
+  // On to a multiple of 32.
+  if (block.warp() == 0 && count < kListed) {
+    const int end = count + block.lane();
+    if (end < (count + kWarp - 1) / kWarp * kWarp) shared.list_y[end] = kNegInf;
+  }
   __syncthreads();
   return count;
 }
 
 // How many of a short list's tokens come before each, by (y descending, id ascending), into
-// shared.bins, which are 0 before.
+// shared.bins, which are 0 before. The list goes on with -inf to a multiple of 32.
 __device__ inline void rank_short_list(Shared& shared, int count) {
   const int thread = static_cast<int>(threadIdx.x);
-  // Several threads share a token; those of a warp compare with the same others.
-  int size = kWarp;
-  while (size < count) size *= 2;
-  const int mine = thread % size, part = thread / size, parts = kThreads / size;
-  const int each = size / parts;
+  // Several threads share a token; those of a warp compare with the same others, 4 at a time.
+  int bits = 5;
+  while (1 << bits < count) ++bits;
+  const int size = 1 << bits, mine = thread & (size - 1), part = thread >> bits;
+  const int each = size >> (8 - bits);
+  static_assert(kThreads == 1 << 8);
   if (mine >= count) return;
   const float y = shared.list_y[mine];
+  // Of the tokens behind it in the list those above it count, of the ones before it the equals too.
+  const float above_y = from_key(key_of(y) + 1);
   uint32_t above = 0;
-  for (int i = part * each; i < min((part + 1) * each, count); ++i) {
-    const float other = shared.list_y[i];
-    above += other > y || (other == y && i < mine) ? 1 : 0;
+#pragma unroll 1
+  for (int i = part * each; i < min((part + 1) * each, count); i += 4) {
+    const Vector others(shared.list_y + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) above += others[j] >= (i + j < mine ? y : above_y) ? 1 : 0;
   }
-  if (parts == 1) {
+  if (bits == 8) {
     shared.bins[mine] = above;
   } else if (above > 0) {
     atomicAdd(&shared.bins[mine], above);
@@ -160,8 +185,9 @@ __device__ inline void rank_short_list(Shared& shared, int count) {
 // top_k, top_p and the draw on a short list, by one warp. ranked: whether shared.bins has ranks.
 // least: that top_p is of this total and not of the list's own; 0 else.
 template <int kEach>
-__device__ __noinline__ Selection draw_from_short_list(Shared& shared, int count, bool ranked,
-                                                       int top_k, float top_p, int64_t of_total) {
+__device__ __noinline__ Selection draw_from_short_list(int count, bool ranked, int top_k,
+                                                       float top_p, int64_t of_total) {
+  Shared& shared = the_shared();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int64_t masses[kEach];
   int ranks[kEach];
@@ -239,30 +265,30 @@ __device__ __noinline__ Selection draw_from_short_list(Shared& shared, int count
   return selection;
 }
 
-// The bin of a maximum that takes part in a histogram.
-struct Histogram {
-  Bins bins;
-  float low;
-  int last;  // what reaches the bound is in it or before it
-
-  __device__ bool holds(float maximum) const { return maximum >= low; }
-  __device__ bool reaches(float maximum) const {
-    return last == kBins || (maximum >= low && bins.bin(maximum) <= last);
-  }
-};
-
 // The word of a row's draw.
-__device__ __noinline__ uint64_t draw_word(const StepArguments& a, const Task& task) {
+__device__ __noinline__ uint64_t draw_word() {
+  const Shared& shared = the_shared();
+  const Task& task = shared.task;
+  const StepArguments& a = shared.arguments;
   const bool given = a.words != nullptr && (a.given == nullptr || a.given[1] != 0);
   return given ? static_cast<uint64_t>(a.words[task.index])
                : philox_word(static_cast<uint64_t>(load_i64(task.header + kParamSeed)),
                              static_cast<uint64_t>(load_i64(task.state + kStatePosition)), 0);
 }
 
-// Finishes a row, if it turns out to be a usual one; else leaves everything as it was.
+// The natural logarithm of the sum of the raw weights, whose parts warps have left.
+__device__ inline double log_of_parts(const Shared& shared) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += shared.raw_parts[i];
+  const float excess = excess_of(Exponents(shared.task.raw_largest, kLog2E));
+  return (static_cast<double>(lg2_approx(sum)) - static_cast<double>(excess)) * kLn2;
+}
+
+// Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
 template <class Logits>
-__device__ inline bool finish_usual(Shared& shared, Block& block, const StepArguments& a,
-                                    int32_t* out, const SeenTables& tables, int stop) {
+__device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
+                                    const SeenTables& tables, int stop) {
   Task& task = shared.task;
   const Row& row = task.row;
   const Wishes wishes = task.wishes;
@@ -275,45 +301,39 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, const StepArgu
   const bool other_filters =
       load_f32(header + kParamTypicalP) < 1.0f || load_f32(header + kParamEpsilonCutoff) > 0.0f ||
       load_f32(header + kParamEtaCutoff) > 0.0f || load_f32(header + kParamTopNSigma) > 0.0f;
-  if (task.groups > kCachedGroups || most > kShortList || (other_filters && !greedy)) return false;
+  if (!task.in_shared || most > kShortList || (other_filters && !greedy)) return false;
 
   const Owned owned(task.groups, thread);
-  OfOwned maxima, sums, raw_sums;
-  load_owned(owned, task.at.maxima, kNegInf, maxima);
-  if (wishes.total || (wishes.raw && !wishes.split)) {
-    load_owned(owned, task.at.sums, 0.0f, sums);
-  }
-  if (wishes.both) load_owned(owned, task.at.raw_sums, 0.0f, raw_sums);
+  const float* maxima = the_statistics();
+  const float* sums = maxima + task.groups;
+  const float* raw_maxima = sums + task.groups;
+  const float* raw_sums = raw_maxima + task.groups;
   shared.bins[thread] = 0;
-  float mine = kNegInf;
-  owned.each([&](int v, int i, int) { mine = fmaxf(mine, maxima[v][i]); });
+  float mine = kNegInf, mine_raw = kNegInf;
+  owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
   const bool unfiltered = wishes.total && top_p >= 1.0f;
-  if (unfiltered && thread == kThreads - 1) task.word = draw_word(a, task);
+  if (unfiltered && thread == kThreads - 1) task.word = draw_word();
   // As many maxima as threads that have tokens are not below the lowest of theirs.
   const Range range = block.range(mine > kNegInf ? mine : kInf, mine);
   const float largest = range.high;
-  if (largest == kInf || largest == kNegInf) return false;
-
-  // Each warp's part of the raw mass: they are added up when it is asked for.
   float raw_largest = largest;
+  if (wishes.raw && wishes.split) {
+    owned.each([&](int, int group) {
+      mine_raw = fmaxf(mine_raw, Vector(raw_maxima + group).largest());
+    });
+    raw_largest = block.max(mine_raw);
+  }
+  // Not without tokens, infinities, and products that are.
+  const Exponents exponents(largest, row.scale), raw_exponents(raw_largest, kLog2E);
+  if (!(fabsf(largest) < kFltMax) || exponents.wide || raw_exponents.wide) return false;
+
+  // Each warp's part of the raw weights: they are added up when they are asked for.
   if (wishes.raw) {
-    int64_t raw_mass;
-    if (wishes.split) {
-      OfOwned raw_maxima;
-      load_owned(owned, task.at.raw_maxima, kNegInf, raw_maxima);
-      load_owned(owned, task.at.raw_sums, 0.0f, raw_sums);
-      float most_raw = kNegInf;
-      owned.each([&](int v, int i, int) { most_raw = fmaxf(most_raw, raw_maxima[v][i]); });
-      raw_largest = block.max(most_raw);
-      if (raw_largest == kInf) return false;
-      raw_mass = mass_of_owned(owned, raw_maxima, raw_sums, raw_largest, kLog2E);
-    } else if (wishes.both) {
-      raw_mass = mass_of_owned(owned, maxima, raw_sums, largest, kLog2E);
-    } else {
-      raw_mass = mass_of_owned(owned, maxima, sums, largest, kLog2E);
-    }
-    raw_mass = sum_of_lanes(raw_mass);
-    if (lane == 0) shared.raw_masses[block.warp()] = raw_mass;
+    float part = weight_of_owned(owned, wishes.split ? raw_maxima : maxima,
+                                 wishes.split || wishes.both ? raw_sums : sums, raw_exponents);
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) part += __shfl_xor_sync(kAllLanes, part, step);
+    if (lane == 0) shared.raw_parts[block.warp()] = part;
   }
   if (thread == 0) {
     task.largest = largest;
@@ -323,130 +343,144 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, const StepArgu
 
   Selection selection = {};
   int listed = 0;
-  bool ranked = false;
   if (greedy) {
     unsigned first = ~0u;
-    owned.each([&](int v, int i, int group) {
-      if (maxima[v][i] == largest) first = min(first, static_cast<unsigned>(group));
+    owned.each([&](int, int group) {
+      const Vector maximum(maxima + group);
+#pragma unroll
+      for (int j = 3; j >= 0; --j) {
+        if (maximum[j] == largest) first = min(first, static_cast<unsigned>(group + j));
+      }
     });
     const int group = static_cast<int>(block.min_bits(first));
     if (block.warp() == 0) {
+      if (lane == 0 && wishes.raw) shared.raw_log = log_of_parts(shared);
       const int token = first_in_group<Logits>(row, group, largest, lane);
       selection = {true, {token, largest}, {largest, largest, token}, int64_t{1} << kMassBits, 1};
     }
   } else if (unfiltered) {
-    const int64_t mass = mass_of_owned(owned, maxima, sums, largest, row.scale);
+    int64_t mass = 0;
+    owned.each([&](int, int group) {
+      const Vector maximum(maxima + group), sum(sums + group);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) mass += group_mass(maximum[j], sum[j], largest, row.scale);
+    });
     int64_t total;
     int64_t before = block.sum_before(mass, &total);
     const int64_t position = position_of(task.word, total);
     if (before <= position && position < before + mass) {
       bool found = false;
-      owned.each([&](int v, int i, int group) {
-        const int64_t of_group = group_mass(maxima[v][i], sums[v][i], largest, row.scale);
-        if (!found && position < before + of_group) {
-          found = true;
-          shared.drawn_group = {group, before, of_group};
+      owned.each([&](int, int group) {
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+          const int64_t of_group =
+              group_mass(maxima[group + j], sums[group + j], largest, row.scale);
+          if (!found && position < before + of_group) {
+            found = true;
+            shared.drawn_group = {group + j, before, of_group};
+          }
+          before += of_group;
         }
-        before += of_group;
       });
     }
     __syncthreads();
     const Kept all = {largest, kNegInf, row.vocab};
     if (block.warp() == 0) {
+      if (lane == 0 && wishes.raw) shared.raw_log = log_of_parts(shared);
       const Drawn drawn = draw_in_group<Logits>(task, all, total, shared.drawn_group, lane);
       selection = {true, drawn, all, total, 0};
     }
   } else {
-    float least = -kFltMax;  // y of what the filters keep reaches it
+    float bound = -kFltMax;  // y of what the filters keep reaches it
     int64_t total = 0;       // where the mass of all tokens matters
-    Histogram histogram = {Bins(0.0f, 0.0f), kNegInf, kBins};
-    uint32_t needed = 0;
     if (min_p > 0.0f) {
       const double offset = load_f64(header + kParamMinPOffset);
-      least = round_down(static_cast<double>(largest) + offset);
+      bound = round_down(static_cast<double>(largest) + offset);
     }
-    if (wishes.total) {
-      const int64_t mass = mass_of_owned(owned, maxima, sums, largest, row.scale);
-      total = block.sum(mass);
-      // Weights of groups in units of 2**-30 of the total, none rounded up. Groups below the bound
-      // may hold 15/16 of what top_p leaves out; the rest is for tokens below it in other groups.
-      const float of_largest = static_cast<float>(static_cast<double>(total) / kOne);
-      const float unit = 1073741824.0f / of_largest;
-      const float spare = (1.0f - top_p) * (1073741824.0f * 0.9375f);
-      needed = static_cast<uint32_t>(1073741824.0f - spare) + 1;
-      const float tokens = static_cast<float>(task.groups * kGroup);
-      const float start =
-          fminf(lg2_approx(of_largest * fmaxf(1.0f - top_p, 1e-6f) / tokens) - 1.0f, -1.0f);
-      const float low = fmaxf(largest + start / row.scale, -kFltMax);
-      histogram = {Bins(low, largest), low, kBins};
-      owned.each([&](int v, int i, int) {
-        const float maximum = maxima[v][i];
-        if (histogram.holds(maximum)) {
-          const float weight = sums[v][i] * ex2_approx(z_of(maximum, largest, row.scale)) * unit;
-          atomicAdd(&shared.bins[histogram.bins.bin(maximum)], static_cast<uint32_t>(weight));
-        }
-      });
-    } else if (top_k > 0) {
-      needed = static_cast<uint32_t>(most);
-      histogram = {Bins(range.low, largest), range.low, kBins};
-      owned.each([&](int v, int i, int) {
-        if (histogram.holds(maxima[v][i])) {
-          atomicAdd(&shared.bins[histogram.bins.bin(maxima[v][i])], 1u);
-        }
-      });
-    }
-    if (needed > 0) {
-      __syncthreads();
-      histogram.last = reaching_bin(shared.bins, needed, lane);
-      if (histogram.last == kBins) return false;
-    }
-    // Which groups reach the bound, and the lowest maximum of those.
-    uint32_t reaching = 0;
-    float lowest = kInf;
-    owned.each([&](int v, int i, int) {
-      const float maximum = maxima[v][i];
-      if (maximum > kNegInf && histogram.reaches(maximum)) {
-        lowest = fminf(lowest, maximum);
-        if (maximum >= least) reaching |= 1u << (4 * v + i);
+    if (wishes.total || top_k > 0) {
+      float low = range.low, unit = 0.0f;
+      uint32_t needed = static_cast<uint32_t>(most);
+      if (wishes.total) {
+        const float of_largest = block.total(weight_of_owned(owned, maxima, sums, exponents)) *
+                                 ex2_approx(-excess_of(exponents));
+        total = static_cast<int64_t>(of_largest * static_cast<float>(kOne));
+        // Weights of groups in units of 2**-30 of the total, none rounded up. Groups below the
+        // bound may hold 15/16 of what top_p leaves out; the rest is for tokens below it in others.
+        unit = 1073741824.0f / of_largest;
+        const float spare = (1.0f - top_p) * (1073741824.0f * 0.9375f);
+        needed = static_cast<uint32_t>(1073741824.0f - spare) + 1;
+        const float tokens = static_cast<float>(task.groups * kGroup);
+        const float start =
+            fminf(lg2_approx(of_largest * fmaxf(1.0f - top_p, 1e-6f) / tokens) - 1.0f, -1.0f);
+        low = largest + start / row.scale;
       }
+      // Where all maxima are equal there is one bin.
+      low = fminf(low, largest - fabsf(largest) * 1e-5f - 1e-30f);
+      const Scale scale(low, largest);
+      owned.each([&](int, int group) {
+        const Vector maximum(maxima + group);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (!(maximum[j] >= low)) continue;
+          uint32_t weight = 1;
+          if (wishes.total) {
+            weight = static_cast<uint32_t>(
+                sums[group + j] * ex2_approx(exponents.narrow_z(maximum[j])) * unit);
+          }
+          atomicAdd(&shared.bins[scale.bin(maximum[j])], weight);
+        }
+      });
+      __syncthreads();
+      const int last = reaching_bin(shared.bins, needed, lane);
+      if (last == kBins) return false;
+      // A little below the bin's end, so that all that it counted reaches it.
+      const float end = largest - static_cast<float>(last + 1) / scale.slope;
+      bound = fmaxf(bound, end - (largest - low + fabsf(largest)) * 1e-6f);
+    }
+    uint32_t reaching = 0;
+    owned.each([&](int i, int group) {
+      const Vector maximum(maxima + group);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) reaching |= (maximum[j] >= bound ? 1u : 0u) << (4 * i + j);
     });
-    const Listing listing = block.listing(__popc(reaching), lowest);
+    int groups;
+    int place = block.sum_before(__popc(reaching), &groups);
     shared.bins[thread] = 0;
-    if (listing.total > kListedGroups) return false;
-    for (int place = listing.before; reaching != 0; reaching &= reaching - 1, ++place) {
+    if (groups > kListedGroups) return false;
+    for (; reaching != 0; reaching &= reaching - 1, ++place) {
       shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
     }
     // Beside the loading of tokens, of which the last threads have none as a rule.
-    if (thread == kThreads - 1) task.word = draw_word(a, task);
+    if (thread == kThreads - 1) {
+      task.word = draw_word();
+      task.total = total;
+      task.raw_total = -1;
+      if (wishes.raw) shared.raw_log = log_of_parts(shared);
+    }
     __syncthreads();
-    if (needed > 0) least = fmaxf(least, listing.lowest);
-    listed = list_tokens<Logits>(shared, block, row, listing.total, least);
+    listed = list_tokens<Logits>(shared, block, row, groups, bound);
     if (listed > kListed) return false;
-    if (thread == 0) task.total = total;
     if (listed > kShortList) {
-      if (thread == 0) task.raw_total = -1;
-      __syncthreads();
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
       if (!selection.complete) return false;
-      report<Logits>(shared, block, a.layout, out, tables, selection, 0, stop);
+      report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
       return true;
     }
-    ranked = top_k > 0 || top_p < 1.0f || top_n > 0;
+    const bool ranked = top_k > 0 || top_p < 1.0f || top_n > 0;
     if (thread < listed) {
-      const double scale = load_f64(header + kParamWideScale);
-      const double z =
-          (static_cast<double>(shared.list_y[thread]) - static_cast<double>(largest)) * scale;
+      const double z = (static_cast<double>(shared.list_y[thread]) - static_cast<double>(largest)) *
+                       load_f64(header + kParamWideScale);
       shared.list_masses[thread] = mass_of(exp2_wide(z));
     }
     if (ranked) rank_short_list(shared, listed);
     __syncthreads();
     if (block.warp() == 0) {
       selection = listed <= 2 * kWarp
-                      ? draw_from_short_list<2>(shared, listed, ranked, top_k, top_p, total)
-                      : draw_from_short_list<kShortList / kWarp>(shared, listed, ranked, top_k,
-                                                                 top_p, total);
+                      ? draw_from_short_list<2>(listed, ranked, top_k, top_p, total)
+                      : draw_from_short_list<kShortList / kWarp>(listed, ranked, top_k, top_p,
+                                                                 total);
     }
-    if (wishes.total && top_p < 1.0f) {
+    if (wishes.total) {
       // Whether the list holds the whole nucleus.
       if (thread == 0) shared.found = selection.complete ? 1 : 0;
       __syncthreads();
@@ -455,11 +489,10 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, const StepArgu
   }
 
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
-  const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
+  const bool by_warp =
+      (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
-    if (block.warp() == 0) {
-      report_by_warp<Logits>(shared, a.layout, out, tables, selection, top_n, listed, stop);
-    }
+    if (block.warp() == 0) report_by_warp<Logits>(out, tables, selection, top_n, listed, stop);
     return true;
   }
   if (thread == 0) {
@@ -468,7 +501,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, const StepArgu
   }
   __syncthreads();
   selection = shared.selection;
-  report<Logits>(shared, block, a.layout, out, tables, selection, 0, stop);
+  report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
   return true;
 }
 
