@@ -15,6 +15,7 @@ namespace {
 // With so many blocks every multiprocessor has work until the end, and streams while others finish
 // rows. Fewer, which read more each, wait less often for each other.
 constexpr int64_t kTargetBlocks = 512;
+constexpr int kBlocksOfMultiprocessor = 2;
 // So many rows leave the memory system idle: one that was read for nothing costs nobody anything.
 constexpr int kFewRows = 8;
 
@@ -345,7 +346,7 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 }
 
 template <class Logits>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     sample_step_kernel(const __grid_constant__ StepArguments a) {
   Shared& shared = the_shared();
   grid_dependency_wait();
@@ -377,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_tile = static_cast<int>(part) * tiles_of_block;
   const int end_tile = min(first_tile + tiles_of_block, tiles);
   const int tile = first_tile + warp;
-  const int whole = source.aligned ? a.layout.vocab_size / kTile : 0;
+  const int whole = source.aligned && a.layout.vocab_size % kPiece == 0 ? tiles : 0;
   Set<Logits> sets[kSets] = {};
   const auto load_first = [&] {
     if (tile < min(end_tile, whole)) {
@@ -415,8 +416,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     statistics = the_statistics();
     if (part > 0) statistics = of_block(statistics, 0);
   }
-  const Statistics at = {statistics, statistics + scratch.groups, statistics + 2 * scratch.groups,
-                         statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
+  const Statistics at = {
+      statistics, statistics + scratch.groups, scratch_statistics + 2 * scratch.groups,
+      scratch_statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
   const bool split = (flags & (kAllowed | kPenalties | kLists)) != 0 || has_grammar(a);
@@ -477,8 +479,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if (threadIdx.x == 0) {
       float* own = the_statistics();
-      task.at = {own, own + scratch.groups, own + 2 * scratch.groups, own + 3 * scratch.groups,
-                 at.moments};
+      task.at.maxima = own;
+      task.at.sums = own + scratch.groups;
       task.in_shared = true;
     }
     __syncthreads();
@@ -505,7 +507,7 @@ struct Plan {
 struct Step {
   int rows, blocks;
 };
-constexpr Step kClusters[] = {{32, 8}, {64, 4}, {128, 2}, {1 << 30, 1}};
+constexpr Step kClusters[] = {{16, 8}, {32, 4}, {128, 2}, {1 << 30, 1}};
 
 template <class Kernel>
 cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* plan) {

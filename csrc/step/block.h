@@ -59,9 +59,9 @@ __device__ inline const uint64_t* exchanged(int turn, uint64_t word) {
 __device__ __noinline__ Range exchange_range(int turn, float low, float high) {
   int low_key = __reduce_min_sync(kAllLanes, key_of(low));
   int high_key = __reduce_max_sync(kAllLanes, key_of(high));
-  const uint64_t* words = exchanged(turn,
-                                    static_cast<uint64_t>(static_cast<uint32_t>(low_key)) << 32 |
-                                        static_cast<uint32_t>(high_key));
+  const uint64_t* words =
+      exchanged(turn, static_cast<uint64_t>(static_cast<uint32_t>(low_key)) << 32 |
+                          static_cast<uint32_t>(high_key));
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) {
     low_key = min(low_key, static_cast<int>(words[i] >> 32));
@@ -153,9 +153,7 @@ struct Block {
   __device__ int thread() const { return static_cast<int>(threadIdx.x); }
 
   // Of values that are no NaN: the smallest of the lows and the largest of the highs.
-  __device__ Range range(float low, float high) {
-    return exchange_range(turn ^= 1, low, high);
-  }
+  __device__ Range range(float low, float high) { return exchange_range(turn ^= 1, low, high); }
   __device__ float max(float value) { return range(value, value).high; }
   __device__ float min(float value) { return range(value, value).low; }
 

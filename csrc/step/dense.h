@@ -24,8 +24,10 @@ __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float to
 #pragma unroll 1
   for (int round = 0; round < 2; ++round) {
     const Bins bins(low_z, high_z);
+    // All weights that there can be fit into a bin.
+    const float unit = 4294967040.0f / static_cast<float>(sampled * kGroup);
     __syncthreads();
-    shared.mass_bins[block.thread()] = 0;
+    shared.bins[block.thread()] = 0;
     __syncthreads();
     int64_t below_all = 0;
     for (int i = block.thread(); i < sampled * kPieces; i += kThreads) {
@@ -37,9 +39,9 @@ __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float to
         const float z = z_of(y[j], task.largest, scale);
         if (!(y[j] >= least) || z > high_z) continue;
         // Integers, so that the order of their sums decides nothing.
-        const int64_t weight = mass_of(static_cast<double>(ex2_approx(z)));
+        const auto weight = static_cast<uint32_t>(ex2_approx(z - high_z) * unit + 0.5f);
         if (z >= low_z) {
-          atomicAdd(&shared.mass_bins[bins.bin(z)], static_cast<unsigned long long>(weight));
+          atomicAdd(&shared.bins[bins.bin(z)], weight);
         } else {
           below_all += weight;
         }
@@ -48,10 +50,10 @@ __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float to
     below_all = block.sum(below_all);
     // Thread i: the lower end of bin i, counted from the top.
     int64_t all;
-    const auto mine = static_cast<int64_t>(shared.mass_bins[block.thread()]);
+    const auto mine = static_cast<int64_t>(shared.bins[block.thread()]);
     const int64_t before = block.sum_before(mine, &all);
     const auto below =
-        static_cast<float>(static_cast<double>(below_all + all - before - mine) / kOne) * ratio;
+        static_cast<float>(below_all + all - before - mine) * (ex2_approx(high_z) / unit) * ratio;
     const float width = (high_z - low_z) / static_cast<float>(kBins);
     const float weight =
         ex2_approx(high_z - width * static_cast<float>(block.thread() + 1)) * ratio;
@@ -78,52 +80,64 @@ __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low,
   if (block.thread() == 0) shared.count = 0;
   __syncthreads();
   int64_t above = 0;
-  // A lane a piece, 4 groups a warp at a time.
-  constexpr int kGroupsOfWarp = kWarp / kPieces;
+  // A lane a piece, 4 groups a warp at a time, of which some are on their way.
+  constexpr int kGroupsOfWarp = kWarp / kPieces, kAhead = 4;
+  const int step = kWarps * kGroupsOfWarp;
+  const int lane = block.lane();
+  const auto piece_of = [&](int first) {
+    return (first + lane / kPieces) * kGroup + lane % kPieces * kPiece;
+  };
 #pragma unroll 1
-  for (int first = block.warp() * kGroupsOfWarp; first < task.groups;
-       first += kWarps * kGroupsOfWarp) {
-    const int group = first + block.lane() / kPieces;
-    const int first_id = group * kGroup + block.lane() % kPieces * kPiece;
-    const float maximum = load_now(task.at.maxima + group);
-    const float base = finite_or_zero(maximum);
-    float y[kPiece];
-    piece_y<Logits>(task.row, first_id, y);
-    float sum = 0.0f;
-    int number = 0;
+  for (int begin = block.warp() * kGroupsOfWarp; begin < task.groups; begin += kAhead * step) {
+    Pack<Logits> packs[kAhead];
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-      const bool over = y[i] >= high;
-      sum += over ? ex2_approx(z_of(y[i], base, scale)) : 0.0f;
-      above += over ? 1 : 0;
-      number += y[i] >= low && !over ? 1 : 0;
+    for (int k = 0; k < kAhead; ++k) {
+      packs[k] = load_pack<Logits>(task.row, piece_of(begin + k * step));
     }
-    for (int step = 1; step < kPieces; step *= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, step);
-    }
-    if (block.lane() % kPieces == 0) {
-      task.masses[group] = group_mass(maximum, sum, task.largest, scale);
-    }
-    int up_to = number;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, up_to, step);
-      if (block.lane() >= step) up_to += other;
-    }
-    const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
-    if (appended == 0) continue;
-    // The order of the list decides nothing: every use of it sums, compares or sorts.
-    int place = 0;
-    if (block.lane() == 0) place = atomicAdd(&shared.count, appended);
-    place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
-    if (number == 0) continue;
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-      if (y[i] >= low && !(y[i] >= high)) {
-        if (place < kBracketed) {
-          task.bracket_y[place] = y[i];
-          task.bracket_ids[place] = first_id + i;
+    for (int k = 0; k < kAhead; ++k) {
+      const int first = begin + k * step;
+      if (first >= task.groups) break;
+      const int group = first + lane / kPieces;
+      const int first_id = piece_of(first);
+      const float maximum = load_now(task.at.maxima + group);
+      const float base = finite_or_zero(maximum);
+      float y[kPiece];
+      y_of_pack<Logits>(task.row, packs[k], first_id, y);
+      float sum = 0.0f;
+      int number = 0;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const bool over = y[i] >= high;
+        sum += over ? ex2_approx(z_of(y[i], base, scale)) : 0.0f;
+        above += over ? 1 : 0;
+        number += y[i] >= low && !over ? 1 : 0;
+      }
+      for (int apart = 1; apart < kPieces; apart *= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, apart);
+      }
+      if (lane % kPieces == 0) task.masses[group] = group_mass(maximum, sum, task.largest, scale);
+      int up_to = number;
+      for (int apart = 1; apart < kWarp; apart *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, up_to, apart);
+        if (lane >= apart) up_to += other;
+      }
+      const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+      if (appended == 0) continue;
+      // The order of the list decides nothing: every use of it sums, compares or sorts.
+      int place = 0;
+      if (lane == 0) place = atomicAdd(&shared.count, appended);
+      place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
+      if (number == 0) continue;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        if (y[i] >= low && !(y[i] >= high)) {
+          if (place < kBracketed) {
+            task.bracket_y[place] = y[i];
+            task.bracket_ids[place] = first_id + i;
+          }
+          ++place;
         }
-        ++place;
       }
     }
   }
@@ -174,15 +188,23 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
 
   // In which of the bracket's bins the cut is.
   const Bins bins(low, fminf(high, task.largest));
-  shared.mass_bins[thread] = 0;
+  // In limbs, whose sums over a bracket fit: additions of 32 bits take one instruction.
+  constexpr int kLimb = 14, kLimbs = 3;
+  static_assert(kLimb * kLimbs > kMassBits && (int64_t{kBracketed} << kLimb) < int64_t{1} << 32);
+  for (int i = 0; i < kLimbs; ++i) shared.mass_limbs[i][thread] = 0;
   __syncthreads();
   for (int i = thread; i < count; i += kThreads) {
     const float y = task.bracket_y[i];
-    atomicAdd(&shared.mass_bins[bins.bin(y)], static_cast<unsigned long long>(mass_at(y)));
+    const int bin = bins.bin(y);
+    int64_t mass = mass_at(y);
+    for (int limb = 0; limb < kLimbs; ++limb, mass >>= kLimb) {
+      const auto part = static_cast<uint32_t>(mass & ((1 << kLimb) - 1));
+      if (part > 0) atomicAdd(&shared.mass_limbs[limb][bin], part);
+    }
   }
   __syncthreads();
-  int64_t inside;
-  const auto mine = static_cast<int64_t>(shared.mass_bins[thread]);
+  int64_t inside, mine = 0;
+  for (int i = kLimbs - 1; i >= 0; --i) mine = (mine << kLimb) + shared.mass_limbs[i][thread];
   const int64_t before = block.sum_before(mine, &inside);
   if (inside < left) return selection;
   if (before < left && before + mine >= left) {

@@ -150,8 +150,8 @@ __device__ inline float top_bound(Shared& shared, Block& block, const float* max
 // A bound such that the largest tokens of the groups that reach it weigh top_p of the total by
 // themselves; whoever uses it verifies that by the tokens. False for rows so flat that groups hold
 // several tokens of the nucleus.
-__device__ inline bool nucleus_bound(Shared& shared, Block& block, const float* maxima,
-                                     float top_p, float* bound) {
+__device__ inline bool nucleus_bound(Shared& shared, Block& block, const float* maxima, float top_p,
+                                     float* bound) {
   Task& task = shared.task;
   const float scale = task.row.scale;
   // Weights in units of 2**-30 of the total.

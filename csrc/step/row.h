@@ -18,7 +18,7 @@ constexpr int kGroup = kPiece * kPieces;
 // a lane loads before it works on the first.
 struct Float32 {
   static constexpr int kVectors = 2;
-  static constexpr uint32_t kNegInfBits = 0xFF800000u;
+  static constexpr uint32_t kNegInfBits = 0xFF800000u, kNegInfWord = 0xFF800000u;
   using Bits = uint32_t;
   __device__ static float load(const void* logits, int64_t i) {
     return __ldg(static_cast<const float*>(logits) + i);
@@ -38,7 +38,7 @@ struct Float32 {
 
 struct BFloat16 {
   static constexpr int kVectors = 1;
-  static constexpr uint32_t kNegInfBits = 0xFF80u;
+  static constexpr uint32_t kNegInfBits = 0xFF80u, kNegInfWord = 0xFF80FF80u;
   using Bits = uint16_t;
   __device__ static float load(const void* logits, int64_t i) {
     return bf16_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
@@ -59,7 +59,7 @@ struct BFloat16 {
 
 struct Float16 {
   static constexpr int kVectors = 1;
-  static constexpr uint32_t kNegInfBits = 0xFC00u;
+  static constexpr uint32_t kNegInfBits = 0xFC00u, kNegInfWord = 0xFC00FC00u;
   using Bits = uint16_t;
   __device__ static float load(const void* logits, int64_t i) {
     return half_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
@@ -271,8 +271,9 @@ __device__ __noinline__ void process_piece(const Row& row, int first, float* y) 
 
 // y of a piece's tokens, from `first` on; -inf past the row's end.
 template <class Logits>
-__device__ inline void piece_y(const Row& row, int first, float (&y)[kPiece]) {
-  Logits::unpack(load_pack<Logits>(row, first).words, y);
+__device__ inline void y_of_pack(const Row& row, const Pack<Logits>& pack, int first,
+                                 float (&y)[kPiece]) {
+  Logits::unpack(pack.words, y);
 #pragma unroll
   for (int i = 0; i < kPiece; ++i) y[i] = sanitised(y[i]);
   if (!row.plain()) {
@@ -284,6 +285,11 @@ __device__ inline void piece_y(const Row& row, int first, float (&y)[kPiece]) {
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) y[i] = processed_y[i];
   }
+}
+
+template <class Logits>
+__device__ inline void piece_y(const Row& row, int first, float (&y)[kPiece]) {
+  y_of_pack<Logits>(row, load_pack<Logits>(row, first), first, y);
 }
 
 // Whether a token with processed logit y is among those from `highest` down to `lowest`, of whose

@@ -27,7 +27,7 @@ struct Task {
   int32_t* bracket_ids;
   int32_t* by_row;
   int groups;
-  bool in_shared;  // whether the statistics but `moments` are in the block's shared memory
+  bool in_shared;  // whether maxima and sums are in the block's shared memory
   int index, slot;
   float largest;                 // of y, once it is known
   float raw_largest;             // of the logits
@@ -79,7 +79,7 @@ struct Shared {
   int32_t list_ids[kListed];
   union {
     uint64_t keys[kListed];
-    unsigned long long mass_bins[kBins];
+    uint32_t mass_limbs[3][kBins];
     struct {
       int64_t list_masses[kThreads], sorted_masses[kThreads];
     };
@@ -88,7 +88,7 @@ struct Shared {
 
 // Shared memory: the exchange, this, and one after the other the statistics that are there.
 constexpr size_t kSharedBytes = sizeof(Exchange) + (sizeof(Shared) + 15) / 16 * 16;
-constexpr int kStatisticsInShared = 4;
+constexpr int kStatisticsInShared = 2;
 static_assert(sizeof(Exchange) % 16 == 0);
 
 __device__ inline Shared& the_shared() {
@@ -96,7 +96,7 @@ __device__ inline Shared& the_shared() {
   return *reinterpret_cast<Shared*>(memory + sizeof(Exchange));
 }
 
-// maxima, sums, raw_maxima and raw_sums of so many groups.
+// maxima and sums of so many groups.
 __device__ inline float* the_statistics() {
   DYNAMIC_SHARED(unsigned char, memory);
   return reinterpret_cast<float*>(memory + kSharedBytes);

@@ -60,13 +60,23 @@ __device__ inline void renew_all(Set<Logits>& set) {
   }
 }
 
-// A set that is known to lie inside the row, and to be aligned.
+// A set of a row that is aligned and ends with a whole piece. What lies after it is -inf.
 template <class Logits>
 __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, int lane) {
   Set<Logits> loaded;
+  if ((tile + 1) * kTile <= source.vocab) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      loaded.packs[i] = load_whole_pack<Logits>(source, tile_first(tile, set * kAtOnce + i, lane));
+    }
+    return loaded;
+  }
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    loaded.packs[i] = load_whole_pack<Logits>(source, tile_first(tile, set * kAtOnce + i, lane));
+    const int first = tile_first(tile, set * kAtOnce + i, lane);
+#pragma unroll
+    for (int j = 0; j < 4 * Logits::kVectors; ++j) loaded.packs[i].words[j] = Logits::kNegInfWord;
+    if (first < source.vocab) loaded.packs[i] = load_whole_pack<Logits>(source, first);
   }
   return loaded;
 }
@@ -150,10 +160,10 @@ struct Rebased {
 struct Exponents {
   float base, scale;
   float offset;  // base * scale, rounded: an error that all weights of the set share
-  bool wide;     // whether that is beyond what fp32 holds
+  bool wide;     // whether that error could be more than a half
 
   __device__ Exponents(float base_, float scale_)
-      : base(base_), scale(scale_), offset(base_ * scale_), wide(!(fabsf(offset) < kFltMax)) {}
+      : base(base_), scale(scale_), offset(base_ * scale_), wide(!(fabsf(offset) < 8388608.0f)) {}
 
   __device__ float narrow_z(float x) const { return __fmaf_rn(x, scale, -offset); }
   __device__ float z(float x) const { return wide ? z_of(x, base, scale) : narrow_z(x); }
@@ -260,8 +270,8 @@ __device__ __noinline__ void stream_any_tiles(const Source source, const Wishes 
 }
 
 // A warp's tiles, `step` apart, of a row in which y is the logit. The place of a set that is done
-// is where the next tile's is loaded to. whole: how many of the row's tiles lie inside it, all of
-// them aligned; sets: the first tile's, if it is one of those.
+// is where the next tile's is loaded to. whole: how many of the row's tiles load_set() is for;
+// sets: the first tile's, if it is one of those.
 template <class Logits>
 __device__ inline void stream_tiles(const Source& source, const Wishes wishes, float scale,
                                     int tile, int step, int end, int whole, int lane,

@@ -10,6 +10,8 @@
 namespace graphed_sampling {
 
 constexpr int kShortList = kThreads;
+constexpr int kThreadBits = 8;
+static_assert(kThreads == 1 << kThreadBits);
 
 // The groups that are a thread's, 4 at a time: neighbours, so that ids ascend as threads do.
 struct Owned {
@@ -30,13 +32,15 @@ struct Owned {
 struct Vector {
   float values[4];
 
-  __device__ explicit Vector(const float* place) {
-    const float4 vector = *reinterpret_cast<const float4*>(place);
+  __device__ explicit Vector(const float4& vector) {
     values[0] = vector.x;
     values[1] = vector.y;
     values[2] = vector.z;
     values[3] = vector.w;
   }
+  // In shared memory.
+  __device__ explicit Vector(const float* place)
+      : Vector(*reinterpret_cast<const float4*>(place)) {}
   __device__ float operator[](int i) const { return values[i]; }
   __device__ float largest() const {
     return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
@@ -55,12 +59,17 @@ struct Scale {
   }
 };
 
+// Of statistics that may be in any memory.
+__device__ inline Vector vector_now(const float* place) {
+  return Vector(load_now(reinterpret_cast<const float4*>(place)));
+}
+
 // A thread's part of the sum of groups' weights relative to the largest, which is finite.
 __device__ inline float weight_of_owned(const Owned& owned, const float* maxima, const float* sums,
                                         const Exponents& exponents) {
   float weight = 0.0f;
   owned.each([&](int, int group) {
-    const Vector maximum(maxima + group), sum(sums + group);
+    const Vector maximum = vector_now(maxima + group), sum = vector_now(sums + group);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
@@ -105,8 +114,8 @@ __device__ inline int reaching_bin(const uint32_t (&bins)[kBins], uint32_t neede
 template <class Logits>
 __device__ inline int list_tokens(Shared& shared, Block& block, const Row& row, int num_groups,
                                   float bound) {
-  constexpr int kEach = 4;  // pieces a thread reads at a time
-  static_assert(kEach * kPiece == 32);
+  constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
+  static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
   const bool plain = row.plain();
   int count = 0;
@@ -116,7 +125,6 @@ __device__ inline int list_tokens(Shared& shared, Block& block, const Row& row, 
     uint32_t reaching = 0;
     int ids[kEach] = {};
     if (first < pieces) {
-      // The 4 pieces are halves of one group or of two: pieces are whole groups' in number.
       const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
@@ -162,8 +170,7 @@ __device__ inline void rank_short_list(Shared& shared, int count) {
   int bits = 5;
   while (1 << bits < count) ++bits;
   const int size = 1 << bits, mine = thread & (size - 1), part = thread >> bits;
-  const int each = size >> (8 - bits);
-  static_assert(kThreads == 1 << 8);
+  const int each = size >> (kThreadBits - bits);
   if (mine >= count) return;
   const float y = shared.list_y[mine];
   // Of the tokens behind it in the list those above it count, of the ones before it the equals too.
@@ -175,7 +182,7 @@ __device__ inline void rank_short_list(Shared& shared, int count) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) above += others[j] >= (i + j < mine ? y : above_y) ? 1 : 0;
   }
-  if (bits == 8) {
+  if (bits == kThreadBits) {
     shared.bins[mine] = above;
   } else if (above > 0) {
     atomicAdd(&shared.bins[mine], above);
@@ -306,8 +313,6 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   const Owned owned(task.groups, thread);
   const float* maxima = the_statistics();
   const float* sums = maxima + task.groups;
-  const float* raw_maxima = sums + task.groups;
-  const float* raw_sums = raw_maxima + task.groups;
   shared.bins[thread] = 0;
   float mine = kNegInf, mine_raw = kNegInf;
   owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
@@ -319,7 +324,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   float raw_largest = largest;
   if (wishes.raw && wishes.split) {
     owned.each([&](int, int group) {
-      mine_raw = fmaxf(mine_raw, Vector(raw_maxima + group).largest());
+      mine_raw = fmaxf(mine_raw, vector_now(task.at.raw_maxima + group).largest());
     });
     raw_largest = block.max(mine_raw);
   }
@@ -329,8 +334,9 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
 
   // Each warp's part of the raw weights: they are added up when they are asked for.
   if (wishes.raw) {
-    float part = weight_of_owned(owned, wishes.split ? raw_maxima : maxima,
-                                 wishes.split || wishes.both ? raw_sums : sums, raw_exponents);
+    float part =
+        weight_of_owned(owned, wishes.split ? task.at.raw_maxima : maxima,
+                        wishes.split || wishes.both ? task.at.raw_sums : sums, raw_exponents);
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) part += __shfl_xor_sync(kAllLanes, part, step);
     if (lane == 0) shared.raw_parts[block.warp()] = part;
@@ -424,8 +430,8 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
           if (!(maximum[j] >= low)) continue;
           uint32_t weight = 1;
           if (wishes.total) {
-            weight = static_cast<uint32_t>(
-                sums[group + j] * ex2_approx(exponents.narrow_z(maximum[j])) * unit);
+            weight = static_cast<uint32_t>(sums[group + j] *
+                                           ex2_approx(exponents.narrow_z(maximum[j])) * unit);
           }
           atomicAdd(&shared.bins[scale.bin(maximum[j])], weight);
         }
@@ -475,10 +481,9 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     if (ranked) rank_short_list(shared, listed);
     __syncthreads();
     if (block.warp() == 0) {
-      selection = listed <= 2 * kWarp
-                      ? draw_from_short_list<2>(listed, ranked, top_k, top_p, total)
-                      : draw_from_short_list<kShortList / kWarp>(listed, ranked, top_k, top_p,
-                                                                 total);
+      selection = listed <= 2 * kWarp ? draw_from_short_list<2>(listed, ranked, top_k, top_p, total)
+                                      : draw_from_short_list<kShortList / kWarp>(
+                                            listed, ranked, top_k, top_p, total);
     }
     if (wishes.total) {
       // Whether the list holds the whole nucleus.
@@ -489,8 +494,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   }
 
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
-  const bool by_warp =
-      (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
+  const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
     if (block.warp() == 0) report_by_warp<Logits>(out, tables, selection, top_n, listed, stop);
     return true;
