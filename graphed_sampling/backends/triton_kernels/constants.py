@@ -85,6 +85,7 @@ D_TOTAL, D_RAW_TOTAL = _constant(6), _constant(8)  # two words each
 D_SPECIAL, D_FALLBACK, D_LARGEST, D_BANS, D_WRITTEN = (_constant(i) for i in range(10, 15))
 DECISION_WORDS = _constant(host.DECISION_WORDS)
 HOTTEST = _constant(64.0)  # temperature at which fp32 still tells probabilities of logits apart
+LEAST_SPREAD = _constant(0.001)  # of survivors, in powers of two, among which it does
 
 # What a row's processing has to look at.
 CHECK_GRAMMAR, CHECK_ALLOWED, CHECK_PENALTIES = _constant(1), _constant(2), _constant(4)

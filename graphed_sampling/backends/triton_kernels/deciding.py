@@ -22,7 +22,9 @@ from graphed_sampling.backends.triton_kernels.constants import (
     DECISION_WORDS,
     F_GREEDY,
     HOTTEST,
+    LEAST_SPREAD,
     NORMAL,
+    P_SCALE,
     P_SEED,
     P_TEMPERATURE,
     S_POSITION,
@@ -81,9 +83,13 @@ def _decide(
     temperature = _f32(params + P_TEMPERATURE)
     as_given = (row[7] == 0) & (num_bias + num_bans == 0) & (special == NORMAL) & (row_flags == 0)
     in_range = (temperature <= HOTTEST) & (tl.abs(largest) < temperature * 1e30)
-    written = (as_given & in_range & (highest == largest)) == 0
+    # Logits that are next to each other may have equal probabilities, which matters where a filter
+    # comes between them. Survivors that are all but equal lie so.
+    scale = _f32(params + P_SCALE)
+    apart = (num_kept <= 1) | ((largest - lowest) * scale > LEAST_SPREAD)
+    written = (as_given & in_range & apart & (highest == largest)) == 0
     tl.store(top_k, tl.where(written | greedy | (num_kept == 0), vocab, num_kept))
-    tl.store(decision + D_TOKEN, tl.where(greedy, token, -1))
+    tl.store(decision + D_TOKEN, tl.where(greedy | (num_kept == 1), token, -1))
     tl.store(decision + D_FLAGS, row_flags)
     _store_f32(decision + D_HIGHEST, highest)
     _store_f32(decision + D_LOWEST, lowest)
