@@ -1,7 +1,7 @@
 """The torch ops: schemas, fakes and their Python implementations. The only file with torch.library.
 
     torch.ops.graphed_sampling.sample            stateless: one parameter row per logits row
-    torch.ops.graphed_sampling.flashinfer_sample the same with FlashInfer's draws; its offsets advance
+    torch.ops.graphed_sampling.flashinfer_sample the same with FlashInfer's draws
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws

@@ -418,9 +418,7 @@ class RequestTable:
         for refusals in list(self._refusals.values()):
             self._check_refused(params, refusals)
 
-    def _check_refused(
-        self, params: SamplingParams, refusals: _Refusals, where: str = ""
-    ) -> None:
+    def _check_refused(self, params: SamplingParams, refusals: _Refusals, where: str = "") -> None:
         needed = sorted(refusals.refused & active_features(params, self.vocab_size))
         if needed:
             names = ", ".join(f"{name} = {getattr(params, name)!r}" for name in needed)

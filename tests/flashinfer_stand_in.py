@@ -1,8 +1,8 @@
 """FlashInfer's sampling for the CPU, in torch: the functions that the backend calls, in place.
 
-It has the law and the random numbers of FlashInfer 0.7.4 (Philox4x32-10 as cuRAND lays it out: seed,
-the row as subsequence, offset), and takes one number where FlashInfer takes one a round. Where
-FlashInfer fails, on NaN or without any mass, this says so in `valid` too.
+It has the law and the random numbers of FlashInfer 0.7.4 (Philox4x32-10 as cuRAND lays it out:
+seed, the row as subsequence, offset), and takes one number where FlashInfer takes one a round. What
+FlashInfer must not be given, NaN or probabilities that do not add up to 1, fails here.
 """
 
 from __future__ import annotations

@@ -7,12 +7,16 @@ against a few lines of numpy.
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from helpers import (
     on_host,
     place,
 )
+from test_triton_backend import run_python
 
 from graphed_sampling import (
     GraphedSampler,
@@ -43,7 +48,7 @@ from graphed_sampling import (
     new_output,
     new_scratch,
 )
-from graphed_sampling.backends import flashinfer, triton
+from graphed_sampling.backends import flashinfer
 from graphed_sampling.reference import sample_row
 from graphed_sampling.testing import chi_square, lm_like_logits
 
@@ -894,13 +899,10 @@ def test_the_op_has_a_fake() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        tokens, logprobs = OPS.flashinfer_sample(**op_arguments(torch.device("cpu"), 2, 8)) if (
-            False
-        ) else OPS.flashinfer_sample(
-            torch.empty(2, 8), *(torch.empty(2, dtype=d) for d in (
-                torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64
-            ))
-        )  # fmt: skip
+        real, long = torch.empty(2), torch.empty(2, dtype=torch.int64)
+        tokens, logprobs = OPS.flashinfer_sample(
+            torch.empty(2, 8), real, long.int(), real, real, long, long
+        )
     assert tokens.shape == logprobs.shape == (2,)
     assert tokens.dtype == torch.int64
 
@@ -921,6 +923,68 @@ def test_the_op_in_a_graph_draws_afresh(device: torch.device) -> None:
     arguments["offset"].zero_()
     eager = [OPS.flashinfer_sample(**arguments)[0].tolist() for _ in range(50)]
     assert eager == replayed
+
+
+@on_gpu
+def test_the_example_shows_what_it_says(device: torch.device) -> None:
+    """A naive capture repeats its draw, or torch refuses it; the right ways do not."""
+    path = Path(__file__).parents[1] / "examples/flashinfer_graph.py"
+    if not path.is_file():
+        pytest.skip("the sources are not here")
+    # By itself: what a capture that fails leaves behind is no other test's business.
+    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = {line[:18].strip(): line[18:].strip() for line in result.stdout.splitlines()}
+    for name in ("tensors, advanced", "this package's op"):
+        assert len(set(ast.literal_eval(lines[name]))) > 6, result.stdout
+    naive = lines["naive capture"]
+    assert naive.startswith("not captured") or len(set(ast.literal_eval(naive))) == 1
+
+
+COMPILE = """
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from graphed_sampling.backends import triton
+from graphed_sampling.layout import TableLayout
+
+triton._capability = lambda device: (9, 0)
+target = GPUTarget("cuda", 90, 32)
+compiler = make_backend(target)
+i32, i64, f32 = torch.int32, torch.int64, torch.float32
+types = {i32: "*i32", i64: "*i64", f32: "*fp32", torch.bfloat16: "*bf16"}
+arguments = triton._Arguments(
+    torch.bfloat16, *[i32] * 7, i64, i32,
+    stride=8, bitmask_stride=0, logits_bytes=2, unit=8, mode=0,
+)
+layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
+draw = triton.Draw(triton.DECIDE | triton.KEEP_TIES | triton.JOINT, 256, f32, True)
+for launch in triton.launches(arguments, layout, 1, torch.device("cuda"), draw):
+    names = launch.kernel.arg_names
+    signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
+    constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
+    signature |= dict.fromkeys(constants, "constexpr")
+    context = ir.context()
+    ir.load_dialects(context)
+    compiler.load_dialects(context)
+    options = compiler.parse_options({"num_warps": launch.keywords["num_warps"]})
+    values = {(names.index(n),): c for n, c in constants.items()}
+    module = ASTSource(launch.kernel, signature, values).make_ir(
+        target, options, compiler.get_codegen_implementation(options),
+        compiler.get_module_map(), context,
+    )
+    assert module.verify()
+    print(launch.kernel.fn.__name__)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU compile all")
+def test_the_kernels_are_what_the_compiler_takes() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    compiled = run_python(COMPILE)
+    assert compiled == ["stream", "finish", "dense", "probabilities", "conclude"]
 
 
 def test_what_the_checks_rest_on() -> None:
@@ -946,6 +1010,3 @@ def test_what_the_checks_rest_on() -> None:
             checked.step(logits, [0])
     finally:
         flashinfer.STAND_IN = stand_in
-
-
-assert triton.DECIDE & (triton.KEEP_TIES | triton.JOINT) == 0

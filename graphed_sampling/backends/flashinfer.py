@@ -200,7 +200,7 @@ class FlashInfer:
                 )
 
     @cached_property
-    def NAME(self) -> str:  # noqa: N802
+    def NAME(self) -> str:
         chosen = [
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(self)
@@ -211,7 +211,7 @@ class FlashInfer:
     CHOSEN_FOR: ClassVar[str] = "nobody: who wants FlashInfer's draws asks for them"
 
     @cached_property
-    def REFUSES(self) -> frozenset[str]:  # noqa: N802
+    def REFUSES(self) -> frozenset[str]:
         refused = {"seed", "words"}
         if self.ties == "exact":
             refused |= {"top_k", "top_p"}
@@ -318,9 +318,7 @@ class FlashInfer:
             given=given,
         )
         draw = triton.Draw(self._law, offset_step, buffers.probabilities, every_row=not as_given)
-        *found_out, probabilities, conclude = triton.launches(
-            arguments, layout, rows, device, draw
-        )
+        *found_out, probabilities, conclude = triton.launches(arguments, layout, rows, device, draw)
         with triton.interpreter_lock():
             for launch in found_out:
                 launch()

@@ -234,7 +234,12 @@ def launches(
         arguments: Sequence[Any],
         options: dict[str, int],
     ) -> _Launch:
-        keywords: dict[str, Any] = {"SUPER": at.super_groups, "UNIT": a.unit, "PDL": pdl, "LAW": law}
+        keywords: dict[str, Any] = {
+            "SUPER": at.super_groups,
+            "UNIT": a.unit,
+            "PDL": pdl,
+            "LAW": law,
+        }
         if on_gpu:
             # No contraction: every operation of y rounds once.
             keywords |= {"num_warps": options["num_warps"], "enable_fp_fusion": False}
@@ -260,7 +265,10 @@ def launches(
         kernels.finish,
         (rows,),
         (
-            *arguments, layout.max_requests, layout.bad_words, layout.max_bad_word_length,
+            *arguments,
+            layout.max_requests,
+            layout.bad_words,
+            layout.max_bad_word_length,
             0 if draw is None else draw.offset_step,
         ),
         _FINISH,

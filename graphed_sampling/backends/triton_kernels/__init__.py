@@ -15,11 +15,11 @@ checked afterwards, go as the compiler likes, though in every batch alike.
     streaming    the kernel `stream`: the first pass
     finishing    the kernel `finish`: the rest of most rows
     dense_rows   the kernel `dense`: the rows that are left
-    drawing      the kernels `probabilities` and `conclude`: where FlashInfer draws, what comes before
-                 and after; `stream`, `finish` and `dense` then find out what is to be drawn from
+    drawing      the kernels `probabilities` and `conclude`: where FlashInfer draws, what comes
+                 before and after; the others then find out what is to be drawn from
 
-LAW, of all kernels: whether ties at a cut all stay (KEEP_TIES), whether top_p counts the mass of all
-tokens, not of those that top_k keeps (JOINT), and whether somebody else draws (DECIDE).
+LAW, of all kernels: whether ties at a cut all stay (KEEP_TIES), whether top_p counts the mass of
+all tokens, not of those that top_k keeps (JOINT), and whether somebody else draws (DECIDE).
 
 Names: x are the model's logits, y the processed ones, z = log2 of a weight relative to the
 largest, q the integer mass rint(2**z * 2**40).

@@ -1,4 +1,4 @@
-"""What is done around a draw that somebody else makes: its probabilities before, the report after."""
+"""What is done around a draw that somebody else makes: probabilities before, the report after."""
 
 from __future__ import annotations
 
@@ -112,9 +112,7 @@ def probabilities(
         tl.store(weights + index * vocab + ids, p, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=(*INTEGERS, "max_requests"), do_not_specialize_on_alignment=POINTERS
-)
+@triton.jit(do_not_specialize=(*INTEGERS, "max_requests"), do_not_specialize_on_alignment=POINTERS)
 def conclude(
     logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,

@@ -553,7 +553,11 @@ def _finish_row(
 
 @triton.jit(
     do_not_specialize=(
-        *INTEGERS, "max_requests", "bad_words", "bad_word_length", "offset_step",
+        *INTEGERS,
+        "max_requests",
+        "bad_words",
+        "bad_word_length",
+        "offset_step",
     ),
     do_not_specialize_on_alignment=POINTERS,
 )

@@ -245,7 +245,7 @@ def _dense_row(
         )  # fmt: skip
     of_all = tl.full((), 0, tl.int64)
     if LAW & JOINT:
-        _, of_all, _ = _row_sums(
+        _number_of_all, of_all, _moment_of_all = _row_sums(
             row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, -0x80000000,
         )  # fmt: skip
