@@ -44,9 +44,36 @@ class StandIn:
         self.calls.append("softmax")
         assert logits.dtype == probabilities.dtype == torch.float32
         assert logits.is_contiguous() and probabilities.is_contiguous()
-        assert temperature is not None and temperature.dtype == torch.float32
-        y = logits * (1 / temperature)[:, None]
+        y = logits
+        if temperature is not None:
+            assert temperature.dtype == torch.float32
+            y = logits * (1 / temperature)[:, None]
+        else:
+            assert temperature_value == 1.0
         torch.softmax(y, 1, out=probabilities)
+
+    def top_k_probs_to_slab(
+        self,
+        probabilities: Tensor,
+        top_k: Tensor,
+        /,
+        *,
+        top_k_max: int,
+        out_vals: Tensor,
+        out_idx: Tensor,
+        out_count: Tensor,
+    ) -> None:
+        """The first k in (probability descending, id ascending), in no order; NaN counts as 0."""
+        self.calls.append("top_k_probs_to_slab")
+        assert top_k.dtype == torch.int32 and 0 < top_k_max < probabilities.shape[1]
+        assert bool((top_k <= top_k_max).all()) and bool((top_k > 0).all())
+        rng = np.random.default_rng(0)
+        for row, p in enumerate(torch.nan_to_num(probabilities).numpy()):
+            k = int(top_k[row])
+            best = rng.permutation(np.argsort(-p, kind="stable")[:k])
+            out_vals[row, :k] = torch.from_numpy(p[best])
+            out_idx[row, :k] = torch.from_numpy(best.astype(np.int32))
+            out_count[row] = k
 
     def top_k_sampling_from_probs(
         self,

@@ -55,6 +55,7 @@ from graphed_sampling.testing import chi_square, lm_like_logits
 OPS = torch.ops.graphed_sampling
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KEEP, JOINT = "flashinfer:ties=keep", "flashinfer:filter_order=joint,ties=keep"
+SLAB = "flashinfer:route=slab"
 VOCAB = 64
 
 REASONS = {kind: flashinfer.unusable(torch.device(kind)) for kind in ("cpu", "cuda")}
@@ -161,7 +162,8 @@ def test_options_make_a_name() -> None:
     [
         ("flashinfer", {"ties": "split"}, r"ties = 'split' is not accepted: .*'exact' or 'keep'"),
         ("flashinfer", {"filter_order": "top_p_first"}, "filter_order = 'top_p_first'"),
-        ("flashinfer", {"route": "cake"}, "route = 'cake' is not accepted"),
+        ("flashinfer", {"route": "cake"}, "route = 'cake' is not accepted: .*'direct' or 'slab'"),
+        ("flashinfer", {"route": "slab", "ties": "keep"}, "filter_order and ties do not go with"),
         ("flashinfer", {"order": "joint"}, "has no option 'order'; it has route, filter_order"),
         ("torch", {"ties": "keep"}, "'torch' takes no options: 'ties=keep'"),
         ("auto", {"ties": "keep"}, "ties: options go with a backend that is named"),
@@ -386,6 +388,75 @@ def fast_law(row: np.ndarray, params: SamplingParams, joint: bool) -> Law:
         kept &= above < params.top_p * (mass.sum() if joint else mass[kept].sum())
     p = np.where(kept[inverse], weights, 0.0)
     return Law(np.flatnonzero(kept[inverse]), p / p.sum())
+
+
+# The route by slab.
+
+
+def slab_rows(dtype: torch.dtype, vocab: int) -> tuple[torch.Tensor, list[SamplingParams]]:
+    """Rows whose k-th token stands apart, and rows in which it does not."""
+    asked = [
+        {"top_k": 1},
+        {"top_k": 7, "top_p": 0.8},
+        {"top_k": 50, "min_p": 0.05, "temperature": 0.7},
+        {"top_k": 40, "temperature": 1e4},
+        {"top_k": vocab - 1},
+        {"top_k": vocab - 2, "typical_p": 0.8},
+        {"top_k": 1023, "eta_cutoff": 0.01},
+        {"top_k": 5, "top_n_sigma": 1.0},
+        {"top_k": 6, "logit_bias": {0: 9.0, 1: -INF}},
+        {"top_p": 0.9},
+        {},
+        {"temperature": 0.0},
+    ]
+    values = np.stack([lm_row(i, vocab) for i in range(len(asked))])
+    values[1] = tied(values[1])
+    values[2, 5] = NAN
+    return torch.from_numpy(values).to(dtype), [
+        SamplingParams(seed=i, logprobs=2, logprobs_mode="processed", **fields)
+        for i, fields in enumerate(asked)
+    ]
+
+
+@everywhere
+@pytest.mark.parametrize("vocab", [2, 3, 40, 1024, 1100], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_slab_s_rows_are_the_reference_s(device: torch.device, dtype: str, vocab: int) -> None:
+    if reason := backends.module(SLAB).unusable(device):
+        pytest.skip(reason)
+    logits, asked = slab_rows(DTYPES[dtype], vocab) if vocab > 6 else slab_rows(DTYPES[dtype], 8)
+    checked = CheckedTable(BackendDevice(SLAB, device), logits.shape[1], len(asked))
+    for slot, params in enumerate(asked):
+        checked.admit(params, slot=slot)
+    for step in range(few(device, 20, 2)):
+        words = torch.from_numpy(np.random.default_rng(step).integers(-(2**63), 2**63, len(asked)))
+        checked.step(logits.to(device), range(len(asked)), words=None if step % 2 else words)
+    checked.check_state()
+    checked.tally.check()
+
+
+@everywhere
+def test_a_slab_is_what_rows_are_drawn_from(device: torch.device) -> None:
+    """Where the k-th stands apart its list is the slab's; a slab that holds others shows."""
+    if device.type != "cpu":
+        pytest.skip("only a stand-in's slab can be wrong")
+    table = RequestTable(1, VOCAB, device=device)
+    table.admit(SamplingParams(top_k=3, seed=1))
+    sampler = Sampler(table, "flashinfer", route="slab")
+    row = np.linspace(0.0, 30.0, VOCAB, dtype=np.float32)
+
+    class Worst(StandIn):
+        def top_k_probs_to_slab(self, p: Any, top_k: Any, /, **given: Any) -> None:
+            super().top_k_probs_to_slab(p, top_k, **given)
+            given["out_idx"][0, :4] = VOCAB - 1 - given["out_idx"][0, :4]
+
+    stand_in = flashinfer.STAND_IN
+    try:
+        flashinfer.STAND_IN = Worst()
+        host = on_host(sampler(torch.from_numpy(row)[None], torch.zeros(1, dtype=torch.int32)))
+    finally:
+        flashinfer.STAND_IN = stand_in
+    assert int(host.num_kept[0]) < 3 or int(host.token_ids[0]) < VOCAB - 4
 
 
 # Draws.
@@ -960,7 +1031,8 @@ arguments = triton._Arguments(
 )
 layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
 draw = triton.Draw(triton.DECIDE | triton.KEEP_TIES | triton.JOINT, 256, f32, True)
-for launch in triton.launches(arguments, layout, 1, torch.device("cuda"), draw):
+by_slab = triton.launches(arguments, layout, 1, torch.device("cuda"), triton.Draw(triton.SLAB))
+for launch in [*triton.launches(arguments, layout, 1, torch.device("cuda"), draw), *by_slab]:
     names = launch.kernel.arg_names
     signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
     constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
@@ -984,7 +1056,8 @@ def test_the_kernels_are_what_the_compiler_takes() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     compiled = run_python(COMPILE)
-    assert compiled == ["stream", "finish", "dense", "probabilities", "conclude"]
+    drawn = ["stream", "finish", "dense", "probabilities", "conclude"]
+    assert compiled == [*drawn, "ask", "stream", "finish", "dense"]
 
 
 def test_what_the_checks_rest_on() -> None:

@@ -9,8 +9,17 @@ One step is, in order and all of it in a CUDA graph if there is one:
     top_k_sampling          FlashInfer's: keeps as many as were found, and draws one
     conclude                ours: logprobs, ranks, stop detection, state, the packed record
 
-FlashInfer's numbers come from the request's seed, the row, and an offset that the request's
-position makes: a replay draws afresh because the position, on the device, has advanced.
+With route="slab" the draw is the `triton` backend's, from the tokens that FlashInfer's cake module
+found to be the best, for rows with top_k below 1024:
+
+    ask                     how many tokens of each row are looked for
+    softmax, radix_topk     FlashInfer's
+    stream, finish, dense   of the `triton` backend, which take the tokens from there if the one
+                            that comes next stands apart, and else find them themselves
+
+In the direct route, FlashInfer's numbers come from the request's seed, the row, and an offset that
+the request's position makes: a replay draws afresh because the position, on the device, has
+advanced.
 
 Its functions are called as its modules export them, with outputs that lie in the step's scratch:
 a step allocates nothing, and takes nothing from caches that processes share.
@@ -41,12 +50,15 @@ OFFSET_STEP: Final = 256
 """Random numbers that a draw may consume, rounded up. Each round of FlashInfer's takes one and at
 least halves what is left between two probabilities, of which fp32 tells at most 2**150 apart."""
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "route": ("direct",),
+    "route": ("direct", "slab"),
     "filter_order": ("top_k_first", "joint"),
     "ties": ("exact", "keep"),
 }
 """Options and their values, the default first."""
-_ABOUT_TIES: Final = 'FlashInfer keeps every tie of the last token: ask for that with ties="keep"'
+_OR_SLAB: Final = 'route="slab" does what the contract says'
+_ABOUT_TIES: Final = (
+    f'FlashInfer keeps every tie of the last token: ask for that with ties="keep", or {_OR_SLAB}'
+)
 
 
 class Functions(Protocol):
@@ -80,8 +92,24 @@ class Functions(Protocol):
     ) -> None: ...
 
 
-STAND_IN: Functions | None = None
-"""For tests on the CPU: what computes the same there."""
+class SlabFunctions(Protocol):
+    """What is called of FlashInfer's Python module `cake_sampling`."""
+
+    def top_k_probs_to_slab(
+        self,
+        probabilities: Tensor,
+        top_k: Tensor,
+        /,
+        *,
+        top_k_max: int,
+        out_vals: Tensor,
+        out_idx: Tensor,
+        out_count: Tensor,
+    ) -> object: ...
+
+
+STAND_IN: Any = None
+"""For tests on the CPU: what computes the same there, of `Functions` and of `SlabFunctions`."""
 
 
 def load() -> Functions:
@@ -106,8 +134,8 @@ def _spec() -> Any:
 def _functions(device: torch.device) -> Functions:
     """FlashInfer's functions, for a step."""
     if device.type == "cpu":
-        assert STAND_IN is not None  # else the backend is unusable there
-        return STAND_IN
+        stand_in: Functions = STAND_IN  # without it the backend is unusable there
+        return stand_in
     if not _loaded:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -121,6 +149,24 @@ def _functions(device: torch.device) -> Functions:
             )
         load()
     return _loaded[0]
+
+
+@functools.cache
+def _slab_functions() -> SlabFunctions:
+    """FlashInfer's cake module, whose binary must be there: it takes ten minutes to compile."""
+    functions: SlabFunctions = importlib.import_module("flashinfer.cake_sampling")
+    importlib.import_module("flashinfer.jit.cake_sampling").load_cake_sampling_module()
+    return functions
+
+
+@functools.cache
+def _missing_for_slab() -> str:
+    """Why the route by slab cannot be taken; empty where it can."""
+    try:
+        spec = importlib.import_module("flashinfer.jit.cake_sampling").gen_cake_sampling_module()
+    except Exception as error:
+        return " ".join(f"flashinfer: {type(error).__name__}: {error}".split())
+    return "" if spec.is_aot else "FlashInfer's module cake_sampling has not been built before"
 
 
 def _missing() -> str:
@@ -171,6 +217,34 @@ class _Buffers:
         )
 
 
+@dataclass(frozen=True)
+class _SlabBuffers:
+    """The same for the route by slab.
+
+    sizes, counts: int32 [rows], asked for and found. values, ids: fp32, int32 [rows, SLAB_SIZE].
+    probabilities, logits: fp32 [rows, vocab_size].
+    """
+
+    sizes: Tensor
+    counts: Tensor
+    values: Tensor
+    ids: Tensor
+    probabilities: Tensor
+    logits: Tensor
+
+    @classmethod
+    def of(cls, scratch: Tensor, layout: TableLayout, rows: int) -> _SlabBuffers:
+        start, vocab_size = _start(layout, rows), layout.vocab_size
+        sizes = scratch[start : start + 2 * rows].view(2, rows)
+        slab = start + 2 * rows
+        slab += -slab % 4
+        after = slab + 2 * rows * triton.SLAB_SIZE
+        found = scratch[slab:after].view(2, rows, triton.SLAB_SIZE)
+        wide = scratch[after : after + 2 * rows * vocab_size].view(torch.float32)
+        wide = wide.view(2, rows, vocab_size)
+        return cls(sizes[0], sizes[1], found[0].view(torch.float32), found[1], wide[0], wide[1])
+
+
 def _start(layout: TableLayout, rows: int) -> int:
     """Where the draw's inputs begin in scratch, a multiple of 4 words."""
     words = triton.scratch_words(layout, rows)
@@ -181,7 +255,8 @@ def _start(layout: TableLayout, rows: int) -> int:
 class FlashInfer:
     """The backend with its options: the same names as a backend's module.
 
-    route: "direct" is the one described above. filter_order: "top_k_first", as the contract has it,
+    route: "direct" and "slab" as described above; "slab" keeps to the contract in everything, and
+    takes no other option. filter_order: "top_k_first", as the contract has it,
     renormalises what top_k keeps before top_p; under "joint", FlashInfer's own law, min_p, top_k
     and top_p each look at the whole row. ties: under "keep" all tokens stay that equal the last one
     that top_k or top_p keeps; "exact" refuses both.
@@ -198,6 +273,10 @@ class FlashInfer:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} is not accepted: it must be {accepted}"
                 )
+        if self.route == "slab" and (self.filter_order, self.ties) != ("top_k_first", "exact"):
+            raise ValueError(
+                "route = 'slab' keeps to the contract: filter_order and ties do not go with it"
+            )
 
     @cached_property
     def NAME(self) -> str:
@@ -212,20 +291,24 @@ class FlashInfer:
 
     @cached_property
     def REFUSES(self) -> frozenset[str]:
+        if self.route == "slab":
+            return frozenset()
         refused = {"seed", "words"}
         if self.ties == "exact":
             refused |= {"top_k", "top_p"}
         return frozenset(refused)
 
     REMEDIES: ClassVar[Mapping[str, str]] = {
-        "seed": "FlashInfer's numbers depend on the row that a request is in",
-        "words": "FlashInfer draws with its own numbers",
+        "seed": f"FlashInfer's numbers depend on the row that a request is in: {_OR_SLAB}",
+        "words": f"FlashInfer draws with its own numbers: {_OR_SLAB}",
         "top_k": _ABOUT_TIES,
         "top_p": _ABOUT_TIES,
     }
 
     @property
     def _law(self) -> int:
+        if self.route == "slab":
+            return triton.SLAB
         keep = triton.KEEP_TIES if self.ties == "keep" else 0
         return triton.DECIDE | keep | (triton.JOINT if self.filter_order == "joint" else 0)
 
@@ -236,7 +319,7 @@ class FlashInfer:
                 return "FlashInfer runs on CUDA GPUs"
         elif device.type != "cuda":
             return "FlashInfer runs on CUDA GPUs"
-        elif reason := _missing():
+        elif reason := _missing() or (_missing_for_slab() if self.route == "slab" else ""):
             return reason
         return triton.unusable(device)
 
@@ -256,6 +339,8 @@ class FlashInfer:
                 "up to 2**32 in a step"
             )
         own = 8 + triton.DECISION_WORDS + layout.vocab_size
+        if self.route == "slab":
+            own = 2 + 2 * triton.SLAB_SIZE + 2 * layout.vocab_size
         return _start(layout, rows) + rows * own + 4
 
     def warm_up(
@@ -266,6 +351,8 @@ class FlashInfer:
             return
         if not _loaded:
             load()
+        if self.route == "slab":
+            _slab_functions()
         draw = triton.Draw(self._law, OFFSET_STEP, torch.float32, every_row=True)
         triton.compile_kernels(layout, device, logits_dtypes, draw)
 
@@ -289,13 +376,12 @@ class FlashInfer:
 
         offset_step: by how much FlashInfer's offset grows with a request's position.
         """
-        if words is not None:
+        if words is not None and "words" in self.REFUSES:
             raise UnsupportedFeatureError(
                 f"the backend {self.NAME!r} does not support words; {self.REMEDIES['words']}"
             )
         rows, device = slots.shape[0], logits.device
         functions = _functions(device)
-        buffers = _Buffers.of(scratch, layout, rows)
         # FlashInfer's softmax takes fp32 rows of the vocabulary, one behind the other. Others it
         # would have to be given a copy of, which costs what the probabilities themselves cost.
         as_given = (
@@ -314,9 +400,13 @@ class FlashInfer:
             scratch,
             layout,
             grammar_bitmask=grammar_bitmask,
-            words=None,
+            words=words,
             given=given,
         )
+        if self.route == "slab":
+            self._step_by_slab(arguments, functions, logits, scratch, layout, as_given)
+            return
+        buffers = _Buffers.of(scratch, layout, rows)
         draw = triton.Draw(self._law, offset_step, buffers.probabilities, every_row=not as_given)
         *found_out, probabilities, conclude = triton.launches(arguments, layout, rows, device, draw)
         with triton.interpreter_lock():
@@ -346,6 +436,41 @@ class FlashInfer:
                 0,
             )
             conclude()
+
+    def _step_by_slab(
+        self,
+        arguments: Any,
+        functions: Functions,
+        logits: Tensor,
+        scratch: Tensor,
+        layout: TableLayout,
+        as_given: bool,
+    ) -> None:
+        rows, device, vocab_size = logits.shape[0], logits.device, layout.vocab_size
+        # Of one or two tokens a slab has nothing to tell.
+        draw = triton.Draw(triton.SLAB) if vocab_size > 2 else None
+        launches = list(triton.launches(arguments, layout, rows, device, draw))
+        with triton.interpreter_lock():
+            if draw is not None:
+                launches.pop(0)()
+                buffers = _SlabBuffers.of(scratch, layout, rows)
+                if not as_given:
+                    logits = buffers.logits.copy_(logits[:, :vocab_size])
+                # The best are the best at any temperature, and 1 keeps them apart.
+                functions.softmax(
+                    buffers.sizes, logits, buffers.probabilities, None, 1.0, triton.has_pdl(device)
+                )
+                slab: SlabFunctions = STAND_IN if device.type == "cpu" else _slab_functions()
+                slab.top_k_probs_to_slab(
+                    buffers.probabilities,
+                    buffers.sizes,
+                    top_k_max=min(triton.SLAB_SIZE, vocab_size - 1),
+                    out_vals=buffers.values,
+                    out_idx=buffers.ids,
+                    out_count=buffers.counts,
+                )
+            for launch in launches:
+                launch()
 
 
 def configured(options: Mapping[str, str]) -> FlashInfer:

@@ -45,10 +45,12 @@ BINS: Final = 1024
 """Parts of the bracket around the cut of a flat row, whose masses are added up."""
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 """Bits of `mode`: which optional inputs there are."""
-KEEP_TIES, JOINT, DECIDE = 1, 2, 4
+KEEP_TIES, JOINT, DECIDE, SLAB = 1, 2, 4, 8
 """Bits of LAW, which is 0 here: see triton_kernels/__init__.py."""
 DECISION_WORDS: Final = 16
 """Words that tell what is known of a row before somebody else draws its token."""
+SLAB_SIZE: Final = 1024
+"""Places that FlashInfer's slab of a row's best tokens has."""
 
 # Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
 # thread, which rare branches would otherwise drive up. None of it changes a result: see
@@ -204,13 +206,14 @@ class Draw:
 
     law: bits of LAW. offset_step: random numbers between a position's first and the next one's.
     probabilities: fp32 [rows, vocab_size], or its dtype. every_row: whether all of its rows are to
-    be written, not only those that a softmax of the logits does not serve.
+    be written, not only those that a softmax of the logits does not serve. With SLAB only the law
+    counts.
     """
 
     law: int
-    offset_step: int
-    probabilities: Any
-    every_row: bool
+    offset_step: int = 0
+    probabilities: Any = None
+    every_row: bool = False
 
 
 def launches(
@@ -220,7 +223,11 @@ def launches(
     device: torch.device,
     draw: Draw | None = None,
 ) -> Iterator[_Launch]:
-    """The launches of one step, in order. draw: where another draws, what it needs."""
+    """The launches of one step, in order.
+
+    draw: where another draws, or finds the best tokens. Its part comes before the last but one
+    launch, `probabilities`, and after it; or after the first one, `ask`.
+    """
     kernels, at = _kernels(), _scratch(layout)
     law = 0 if draw is None else draw.law
     penalties = (0, 0, 0)
@@ -255,6 +262,8 @@ def launches(
         layout.given_ids, layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens,
         at.bans, at.plan, at.candidates, at.bins, *penalties, layout.penalties,
     )  # fmt: skip
+    if law & SLAB:
+        yield launch(kernels.ask, (rows,), (*arguments, layout.max_requests), _FINISH)
     yield launch(
         kernels.stream,
         (rows, at.groups * GROUP // TILE),
@@ -279,7 +288,7 @@ def launches(
         (*arguments, at.bracket, at.masses, rows),
         _DENSE,
     )
-    if draw is None:
+    if draw is None or not law & DECIDE:
         return
     yield launch(
         kernels.probabilities,

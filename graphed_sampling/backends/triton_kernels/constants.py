@@ -55,7 +55,9 @@ SUMS, RAW_MAXIMA, RAW_SUMS, MOMENTS, GROUP_LIST = (_constant(i) for i in range(1
 SUPER_LIST = _constant(6)
 
 # What `LAW` says of the filters, and of what is to be found out.
-KEEP_TIES, JOINT, DECIDE = (_constant(bit) for bit in (host.KEEP_TIES, host.JOINT, host.DECIDE))
+KEEP_TIES, JOINT, DECIDE, SLAB = (
+    _constant(bit) for bit in (host.KEEP_TIES, host.JOINT, host.DECIDE, host.SLAB)
+)
 
 # What `mode` says of optional inputs.
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = (
@@ -84,6 +86,8 @@ D_TOKEN, D_FLAGS, D_HIGHEST, D_LOWEST, D_LOWEST_ID, D_NUM_KEPT = (_constant(i) f
 D_TOTAL, D_RAW_TOTAL = _constant(6), _constant(8)  # two words each
 D_SPECIAL, D_FALLBACK, D_LARGEST, D_BANS, D_WRITTEN = (_constant(i) for i in range(10, 15))
 DECISION_WORDS = _constant(host.DECISION_WORDS)
+SLAB_SIZE = _constant(host.SLAB_SIZE)
+TOLD_APART = _constant(1.0 + 2.0**-16)  # more than rounding makes of a softmax's probabilities
 HOTTEST = _constant(64.0)  # temperature at which fp32 still tells probabilities of logits apart
 LEAST_SPREAD = _constant(0.001)  # of survivors, in powers of two, among which it does
 

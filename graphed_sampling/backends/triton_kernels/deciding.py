@@ -28,6 +28,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_SEED,
     P_TEMPERATURE,
     S_POSITION,
+    SLAB_SIZE,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _f32,
@@ -50,6 +51,16 @@ def _decision(kinds, rows, index):
     """The row's decision, and its top_k of the draw."""
     base, _, top_k, _, _ = _draws(kinds, rows)
     return base + 8 * rows + index * DECISION_WORDS, top_k + index
+
+
+@triton.jit
+def _slab(kinds, rows, index):
+    """The row's slab, best tokens that somebody else found, in any order: int32 how many are asked
+    for, how many there are, their fp32 probabilities and int32 ids."""
+    sizes = kinds + ((3 * rows + 3) & -4)
+    values = sizes + ((2 * rows + 3) & -4)
+    first = index * SLAB_SIZE
+    return sizes + index, sizes + rows + index, values + first, values + rows * SLAB_SIZE + first
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What is done around a draw that somebody else makes: probabilities before, the report after."""
+"""What is done around a draw, or a choice of the best, that somebody else makes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_FLAGS,
     P_NUM_BIAS,
     P_SCALE,
+    P_TOP_K,
     S_FINISH_REASON,
+    SLAB_SIZE,
     TILE,
 )
 from graphed_sampling.backends.triton_kernels.deciding import (
     _decision,
     _draws,
+    _slab,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _f32,
@@ -52,6 +55,30 @@ from graphed_sampling.backends.triton_kernels.streaming import (
     INTEGERS,
     POINTERS,
 )
+
+
+@triton.jit(do_not_specialize=(*INTEGERS, "max_requests"), do_not_specialize_on_alignment=POINTERS)
+def ask(
+    logits, stride, slots, all_params, state, tables, bitmask, bitmask_stride, words, given, output,
+    scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
+    bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
+    bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
+    max_requests, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr, LAW: tl.constexpr,
+):  # fmt: skip
+    """How many tokens each row's slab is to hold: one more than top_k, which tells whether the last
+    one stands apart. One row a program."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    slot = tl.load(slots + index).to(tl.int64)
+    slot = tl.where((slot >= 0) & (slot < max_requests), slot, max_requests)
+    top_k = tl.load(all_params + slot * params_words + P_TOP_K)
+    kinds = scratch + rows.to(tl.int64) * (scratch_32 * 32)
+    size, _, _, _ = _slab(kinds, rows, index)
+    wanted = tl.where((top_k > 0) & (top_k < SLAB_SIZE), top_k + 1, 1)
+    tl.store(size, tl.minimum(wanted, vocab_units * UNIT - 1))  # all of a row it does not list
 
 
 @triton.jit(

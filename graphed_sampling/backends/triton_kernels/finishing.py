@@ -71,6 +71,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     S_NUM_GENERATED,
     S_RECENT,
     SHORT,
+    SLAB,
+    SLAB_SIZE,
     SUMS,
     SUPER_LIST,
     SUPERS,
@@ -80,6 +82,7 @@ from graphed_sampling.backends.triton_kernels.deciding import (
     _decide,
     _decision,
     _set_draw,
+    _slab,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _draw_from_groups,
@@ -98,6 +101,7 @@ from graphed_sampling.backends.triton_kernels.lists import (
     _filter_long_list,
     _list_candidates,
     _list_checked_candidates,
+    _list_from_slab,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _f32,
@@ -267,7 +271,8 @@ def _first_bound(
 @triton.jit
 def _select(
     row, scratch, params, super_maxima, super_masses, total, groups, vocab, num_bias, num_bans,
-    largest, word, plain, candidates_at, z_bound_at, SUPER: tl.constexpr, LAW: tl.constexpr,
+    largest, word, plain, candidates_at, z_bound_at, place, seen_nan, SUPER: tl.constexpr,
+    LAW: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw from group statistics.
 
@@ -326,10 +331,15 @@ def _select(
             bracketed = wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED)
             bracketed = bracketed & (later == 0)
             few = True
+            of_slab = -1
+            if LAW & SLAB:
+                if plain & (seen_nan == 0) & (top_k > 0) & (top_k < SLAB_SIZE):
+                    of_slab = _list_from_slab(row, place, top_k, bound, list_y, list_ids)
+                few = of_slab < 0
             if bracketed:
                 # Of flat rows nearly all groups reach the bound: none of them need be listed.
                 few = tl.sum((super_maxima >= bound).to(tl.int32)) <= SUPERS // 2
-            listed = MAX_GROUPS_READ + 1
+            listed = LISTED + 1  # more than are read
             if few:
                 listed = _list_groups(
                     super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound,
@@ -346,6 +356,8 @@ def _select(
                     count = _list_checked_candidates(
                         row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans
                     )
+            if LAW & SLAB:
+                count = tl.where(of_slab >= 0, of_slab, count)
             if (count <= TINY) & (later == 0):
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
                     list_y, list_ids, count, largest, scale, params, top_k, from_stats, total,
@@ -451,7 +463,7 @@ def _bracket(
 def _finish_row(
     row, state, word, index, out, scratch, plan, flags, groups, stop_ids,
     bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at,
-    candidates_at, bins_at, penalties, decision, SUPER: tl.constexpr, LAW: tl.constexpr,
+    candidates_at, bins_at, penalties, place, SUPER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """From a row's statistics to its token and its next state, or to a plan for `dense`: what is
     left to be done."""
@@ -513,14 +525,14 @@ def _finish_row(
             raw_total = tl.sum(raw_masses)
         kind, count, token, highest, lowest, lowest_id, total, num_kept = _select(
             row, scratch, params, super_maxima, masses, total, groups, vocab, num_bias, num_bans,
-            largest, word, plain, candidates_at, plan + PLAN_Z_BOUND, SUPER, LAW,
+            largest, word, plain, candidates_at, plan + PLAN_Z_BOUND, place, seen_nan, SUPER, LAW,
         )  # fmt: skip
     if kind == DONE:
         tl.debug_barrier()
         row_flags = tl.where(seen_nan != 0, R_NAN, 0)
         if LAW & DECIDE:
             _decide(
-                decision, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
+                place, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
                 num_kept, NORMAL, 0, largest, raw_total, vocab, num_bias, num_bans,
             )  # fmt: skip
         else:
@@ -614,10 +626,10 @@ def finish(
             row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
             output_bits, counts_at,
         )  # fmt: skip
+        place = _slab(kinds, rows, index) if LAW & SLAB else _decision(kinds, rows, index)
         kind = _finish_row(
             row, row_state, word, index, out, row_scratch, row_scratch + plan_at, flags, groups,
             stop_ids, bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids,
-            recent_tokens, bans_at, candidates_at, bins_at, penalties,
-            _decision(kinds, rows, index), SUPER, LAW,
+            recent_tokens, bans_at, candidates_at, bins_at, penalties, place, SUPER, LAW,
         )  # fmt: skip
         tl.store(kinds + index, kind)

@@ -28,6 +28,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_TYPICAL,
     ROUND,
     SHORT,
+    SLAB_SIZE,
+    TOLD_APART,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _listed_tokens,
@@ -153,6 +155,32 @@ def _list_checked_candidates(row, group_list, listed, list_y, list_ids, bound, n
     return _list_candidates(
         row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans, False
     )
+
+
+@triton.jit(noinline=True)
+def _list_from_slab(row, slab, top_k, bound, list_y, list_ids):
+    """List the top_k best of a row, and of them those with y >= bound, from its slab; their number,
+    -1 where the slab does not tell which they are: it goes by probabilities, which may be equal
+    where the logits are not. y is x."""
+    _, number, values, ids = slab
+    i = tl.arange(0, SLAB_SIZE)
+    inside = i < tl.load(number)
+    bits = tl.load(values + i, mask=inside, other=0)
+    order = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - tl.load(ids + i, mask=inside, other=0))
+    order = tl.sort(tl.where(inside, order, NOTHING), descending=True)
+    p = tl.where(order > NOTHING, (order >> 32).to(tl.int32), 0).to(tl.float32, bitcast=True)
+    last = tl.sum(tl.where(i == top_k - 1, p, 0.0))
+    after = tl.sum(tl.where(i == top_k, p, 0.0))
+    told = (tl.load(number) > top_k) & (last > after * TOLD_APART)
+    best = 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
+    kept = (i < top_k) & (order > NOTHING) & told
+    kept = kept & (_sanitised(row[0], best, kept) >= bound)
+    best = tl.sort(tl.where(kept, best, 0x7FFFFFFF))
+    count = tl.sum(kept.to(tl.int32))
+    _store_f32(list_y + i, _sanitised(row[0], best, i < count), mask=i < count)
+    tl.store(list_ids + i, best, mask=i < count)
+    tl.debug_barrier()
+    return tl.where(told, count, -1)
 
 
 @triton.jit
