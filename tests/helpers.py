@@ -132,11 +132,16 @@ def backend_devices() -> list[Any]:
     CUDA pairs carry the mark `gpu`; without a GPU they are there, and skipped.
     """
     params = []
-    for name in backends.NAMES:
+    for name in (*backends.NAMES, "flashinfer:route=slab"):
         reasons = {
             kind: backends.module(name).unusable(torch.device(kind)) for kind in ("cpu", "cuda")
         }
         kinds = [kind for kind, reason in reasons.items() if not reason]
+        if ":" in name:
+            # On the CPU that would be the triton backend's kernels once more, which takes minutes.
+            kinds = [kind for kind in kinds if kind == "cuda"]
+            if not kinds:
+                continue
         for kind in kinds or ["cuda"]:
             pair = BackendDevice(name, torch.device(kind))
             marks = []

@@ -206,7 +206,10 @@ def _sorted_cut(
     i = tl.arange(0, order.shape[0])
     kept = order > NOTHING
     if top_k > 0:
-        kept = kept & (order >= _last(order, kept & (i < top_k), LAW))
+        if LAW & KEEP_TIES:
+            kept = kept & (order >= _last(order, kept & (i < top_k), LAW))
+        else:
+            kept = kept & (i < top_k)
     complete = 1
     if top_p < 1:
         y = _from_key((order >> 32).to(tl.int32))
