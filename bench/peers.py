@@ -269,6 +269,21 @@ def flashinfer_joint(batch: Batch) -> Sampler:
     return sample
 
 
+def flashinfer_renorm(batch: Batch) -> Sampler:
+    """softmax(T), the k best renormalised, then top-p among them: the law of top_k_first, without
+    the module that FlashInfer's own call needs for it."""
+    sampling = flashinfer("sampling")
+
+    def sample(logits: Tensor) -> Tensor:
+        probabilities = sampling.softmax(logits, batch.temperature)
+        probabilities = sampling.top_k_renorm_probs(probabilities, batch.top_k)
+        tokens = sampling.top_p_sampling_from_probs(probabilities, batch.top_p, **batch.random)
+        batch.offset.add_(_STEP)
+        return tokens
+
+    return sample
+
+
 def flashinfer_top_k_first(batch: Batch) -> Sampler:
     """softmax(T), then the k best, then top-p among them; top_k_max as tight as it can be."""
     sampling = flashinfer("sampling")
@@ -450,6 +465,7 @@ _BOTH: Final = _sets("top_k top_p")
 _SAMPLING: Final = ("flashinfer sampling",)
 RIVALS: Final = (
     Rival("FlashInfer joint", flashinfer_joint, _BOTH, _SAMPLING, joint=True),
+    Rival("FlashInfer top_k_renorm, top_p", flashinfer_renorm, _BOTH, _SAMPLING),
     Rival("FlashInfer cake", flashinfer_cake, _BOTH, (*_SAMPLING, "flashinfer cake")),
     Rival(
         "FlashInfer cake, probabilities given",

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from graphed_sampling import ops
+from graphed_sampling import backends, ops
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.params import as_int
 from graphed_sampling.sampler import StepInputs, StepOutput, TableStep
@@ -49,7 +49,7 @@ class GraphedSampler:
     row_buckets: numbers of rows to capture; n rows run in the smallest bucket that holds them,
     padded with slot -1. Default: powers of two up to the table's max_requests, and that.
     logits_dtype, logits_width: of the logits, fixed at capture; the width is that of the padded
-    vocabulary, by default the table's vocab_size. backend: as for `Sampler`.
+    vocabulary, by default the table's vocab_size. backend, options: as for `Sampler`.
 
     `capture_report` tells seconds and bytes. Graphs, their pool and the buffers go with the object.
     One thread calls a sampler at a time; samplers of different tables do not disturb each other.
@@ -63,8 +63,10 @@ class GraphedSampler:
         logits_dtype: torch.dtype = torch.float32,
         logits_width: int | None = None,
         backend: str = "auto",
+        **options: str,
     ) -> None:
         self.table = table
+        backend = backends.with_options(backend, options)
         self.device = table.device
         self.row_buckets = _check_buckets(row_buckets, table.max_requests)
         if logits_dtype not in ops.LOGITS_DTYPES:
@@ -133,6 +135,7 @@ class GraphedSampler:
 
         The returned views are valid until this sampler's next call.
         """
+        self._step.check_words(words)
         self._inputs.check(logits, slots, grammar_bitmask, words)
         if logits.dtype != self.logits_dtype:
             raise ValueError(f"logits have dtype {logits.dtype}: captured was {self.logits_dtype}")
@@ -202,7 +205,7 @@ class GraphedSampler:
             self._logits[:rows],
             inputs.slots[:rows],
             inputs.grammar_bitmask[:rows],
-            inputs.words[:rows],
+            inputs.words[:rows] if self._step.takes_words else None,
             self._given,
         )
 

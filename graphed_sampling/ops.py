@@ -1,6 +1,7 @@
 """The torch ops: schemas, fakes and their Python implementations. The only file with torch.library.
 
     torch.ops.graphed_sampling.sample            stateless: one parameter row per logits row
+    torch.ops.graphed_sampling.flashinfer_sample the same with FlashInfer's draws
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
@@ -11,6 +12,8 @@ Native implementations, where they were built, replace the Python ones of their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from graphed_sampling import backends, philox
 from graphed_sampling._build_info import load_native
-from graphed_sampling.backends import exact_math
+from graphed_sampling.backends import exact_math, flashinfer
 from graphed_sampling.layout import (
     MAX_VOCAB_SIZE,
     Output,
@@ -36,6 +39,11 @@ _LIBRARY = torch.library.Library("graphed_sampling", "DEF")
 _LIBRARY.define(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
     "Tensor seed, Tensor position, int vocab_size=-1) -> (Tensor token_ids, Tensor logprobs)"
+)
+_LIBRARY.define(
+    "flashinfer_sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, "
+    "Tensor min_p, Tensor seed, Tensor(a!) offset, int vocab_size=-1, "
+    "str filter_order='top_k_first') -> (Tensor token_ids, Tensor logprobs)"
 )
 _LIBRARY.define(
     "sample_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
@@ -206,6 +214,7 @@ def _check_sample(
     seed: Tensor,
     position: Tensor,
     vocab_size: int,
+    name_of_position: str = "position",
 ) -> int:
     """Check the arguments of `sample`; returns the vocabulary size."""
     if logits.dim() != 2:
@@ -225,7 +234,7 @@ def _check_sample(
         ("top_p", top_p, torch.float32),
         ("min_p", min_p, torch.float32),
         ("seed", seed, torch.int64),
-        ("position", position, torch.int64),
+        (name_of_position, position, torch.int64),
     ):
         check_vector(name, tensor, rows, dtype, device)
     return size
@@ -241,10 +250,77 @@ def _sample(
     position: Tensor,
     vocab_size: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """`sample` as a step of a table made for it: one function for both."""
+    backend = backends.resolve("auto", logits.device)
     size = _check_sample(logits, temperature, top_k, top_p, min_p, seed, position, vocab_size)
-    rows, device = logits.shape[0], logits.device
-    layout = TableLayout(size, rows, 0, 0, 0, 0, 0, 0, 0)
+    layout = _stateless_layout(logits, size)
+    words = backends.module(backend).scratch_words(layout, logits.shape[0])
+    scratch = torch.zeros(words, dtype=torch.int32, device=logits.device)
+    step = partial(_sample_step, backend=backend)
+    return _stateless(
+        logits, temperature, top_k, top_p, min_p, seed, position, layout, scratch, step
+    )
+
+
+def _flashinfer_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    vocab_size: int = -1,
+    filter_order: str = "top_k_first",
+) -> tuple[Tensor, Tensor]:
+    """`sample` with FlashInfer's draws, which keep all ties; the offsets advance by all that a draw
+    may consume, so that a replay draws afresh."""
+    size = _check_sample(
+        logits, temperature, top_k, top_p, min_p, seed, offset, vocab_size, "offset"
+    )
+    options = {"ties": "keep", "filter_order": filter_order}
+    name = backends.with_options("flashinfer", options)
+    module = backends.module(backends.resolve(name, logits.device))
+
+    def step(*arguments: Any) -> None:
+        *tensors, layout = arguments
+        module.sample_step(
+            *tensors,
+            TableLayout.from_ints(layout),
+            grammar_bitmask=None,
+            words=None,
+            given=None,
+            offset_step=1,
+        )
+
+    layout = _stateless_layout(logits, size)
+    words = module.scratch_words(layout, logits.shape[0])
+    scratch = torch.empty(words, dtype=torch.int32, device=logits.device)  # most of it written soon
+    drawn = _stateless(
+        logits, temperature, top_k, top_p, min_p, seed, offset, layout, scratch, step
+    )
+    offset.add_(flashinfer.OFFSET_STEP)
+    return drawn
+
+
+def _stateless_layout(logits: Tensor, vocab_size: int) -> TableLayout:
+    """Of a table that has a slot a row, and no lists."""
+    return TableLayout(vocab_size, logits.shape[0], 0, 0, 0, 0, 0, 0, 0)
+
+
+def _stateless(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    layout: TableLayout,
+    scratch: Tensor,
+    step: Callable[..., None],
+) -> tuple[Tensor, Tensor]:
+    """A step, `sample_step` up to its argument `layout`, of a table made for it."""
+    rows, device, size = logits.shape[0], logits.device, layout.vocab_size
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -285,19 +361,18 @@ def _sample(
         )
         state.view(torch.int64)[:rows, State.POSITION // 2] = position
 
-        backend = backends.resolve("auto", device)
         output = zeros(rows, layout.output_words)
-        _sample_step(
-            logits,
-            torch.arange(rows, dtype=torch.int32, device=device),
-            params,
-            state,
-            zeros(layout.tables_words),
-            output,
-            zeros(backends.module(backend).scratch_words(layout, rows)),
-            layout.to_ints(),
-            backend,
-        )
+        if rows:
+            step(
+                logits,
+                torch.arange(rows, dtype=torch.int32, device=device),
+                params,
+                state,
+                zeros(layout.tables_words),
+                output,
+                scratch,
+                layout.to_ints(),
+            )
         token_ids = output.view(torch.int64)[:, Output.TOKEN_ID // 2].clone()
         return token_ids, output.view(torch.float32)[:, Output.LOGPROB].clone()
 
@@ -342,6 +417,21 @@ def _sample_fake(
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
 
+def _flashinfer_sample_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    vocab_size: int = -1,
+    filter_order: str = "top_k_first",
+) -> tuple[Tensor, Tensor]:
+    backends.with_options("flashinfer", {"filter_order": filter_order})
+    return _sample_fake(logits, temperature, top_k, top_p, min_p, seed, offset, vocab_size)
+
+
 def _philox_words_fake(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
     return torch.empty_like(seed)
 
@@ -359,10 +449,14 @@ def _sample_backward(ctx: Any, *_gradients: Tensor) -> tuple[None, ...]:
 # Plain torch operations serve every device; native implementations are registered for one device
 # and take precedence there.
 _LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
+_LIBRARY.impl("flashinfer_sample", _flashinfer_sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
 _LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
+torch.library.register_fake(
+    "graphed_sampling::flashinfer_sample", _flashinfer_sample_fake, lib=_LIBRARY
+)
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::cuda_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)

@@ -58,6 +58,8 @@ def active_features(params: SamplingParams, vocab_size: int) -> frozenset[str]:
     features = params.features()
     if params.is_greedy:
         return features - FILTERS
+    if params.seed is not None:
+        features |= {"seed"}
     if params.top_k >= vocab_size:
         return features - {"top_k"}
     return features

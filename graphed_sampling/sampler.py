@@ -13,6 +13,7 @@ from torch import Tensor
 from graphed_sampling import backends, ops
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import Output, TableLayout
+from graphed_sampling.params import UnsupportedFeatureError
 from graphed_sampling.staging import PinnedRing
 from graphed_sampling.table import RequestTable, SlotClaim, device_guard
 
@@ -234,11 +235,20 @@ class TableStep:
         self.table = table
         self.backend = backends.resolve(backend, table.device)
         module = backends.module(self.backend)
-        table.register_refusals(owner, self.backend, module.REFUSES)
+        remedies = getattr(module, "REMEDIES", {})
+        table.register_refusals(owner, self.backend, module.REFUSES, remedies)
+        self.takes_words = "words" not in module.REFUSES
+        self._about_words = remedies.get("words", "")
         module.warm_up(table.layout, table.device, logits_dtypes)
         self._layout = table.layout.to_ints()
         self.output = new_output(table, rows)
         self._scratch = new_scratch(table, self.backend, rows)
+
+    def check_words(self, words: Tensor | None) -> None:
+        """UnsupportedFeatureError where words are given that the backend does not draw with."""
+        if words is not None and not self.takes_words:
+            refusal = f"the backend {self.backend!r} does not support words"
+            raise UnsupportedFeatureError("; ".join(filter(None, [refusal, self._about_words])))
 
     def reserve(self, rows: int) -> None:
         """Make room for steps of up to `rows` rows, at new addresses."""
@@ -275,12 +285,14 @@ class Sampler:
     """Steps a table eagerly, on the current stream, without waiting for the device.
 
     table: the requests. backend: a name of `graphed_sampling.backends.NAMES`, or "auto".
-    ValueError where the backend cannot run on the table's device; UnsupportedFeatureError where an
-    admitted request needs a feature that it lacks.
+    options: the backend's, where it has any, such as route="slab" of `flashinfer`.
+    ValueError where the backend cannot run on the table's device, or takes no such options;
+    UnsupportedFeatureError where an admitted request needs a feature that it lacks.
     """
 
-    def __init__(self, table: RequestTable, backend: str = "auto") -> None:
+    def __init__(self, table: RequestTable, backend: str = "auto", **options: str) -> None:
         self.table = table
+        backend = backends.with_options(backend, options)
         self._step = TableStep(self, table, backend, table.max_requests)
         self.backend = self._step.backend
         self._inputs = StepInputs(table, table.max_requests)
@@ -304,6 +316,7 @@ class Sampler:
         ValueError for anything not accepted, before anything is enqueued.
         """
         inputs = self._inputs
+        self._step.check_words(words)
         inputs.check(logits, slots, grammar_bitmask, words)
         rows = logits.shape[0]
         if rows > inputs.rows:

@@ -7,9 +7,10 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -51,6 +52,14 @@ class SlotClaim(NamedTuple):
     slots: npt.NDArray[np.int32]
     generations: npt.NDArray[np.int32]
     tenancy: int
+
+
+class _Refusals(NamedTuple):
+    """What a backend that steps a table refuses, and what would serve instead."""
+
+    backend: str
+    refused: frozenset[str]
+    remedies: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ class RequestTable:
         # A heap of slots, each at most once; those that were taken by name are skipped.
         self._free = list(range(max_requests))
         self._in_free = [True] * max_requests
-        self._refusals: dict[int, tuple[str, frozenset[str]]] = {}
+        self._refusals: dict[int, _Refusals] = {}
         # What the next upload sends, a slot's newest alone.
         self._dirty_params: dict[int, Segments] = {}
         self._dirty_state: dict[int, Segments] = {}
@@ -344,19 +353,27 @@ class RequestTable:
             if counts.max() > 1:
                 raise ValueError(f"slots holds {counts.argmax()} more than once")
 
-    def register_refusals(self, owner: object, backend: str, refused: frozenset[str]) -> None:
+    def register_refusals(
+        self,
+        owner: object,
+        backend: str,
+        refused: frozenset[str],
+        remedies: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """While `owner` lives, admit and update refuse requests that need one of the fields.
 
-        UnsupportedFeatureError if a request already admitted needs one.
+        remedies: what the error says of a field, if anything. UnsupportedFeatureError if a request
+        already admitted needs one of the fields.
         """
         if not refused:
             return
+        refusals = _Refusals(backend, refused, remedies)
         with self._lock:
             for slot, request in enumerate(self._requests):
                 if request is not None:
-                    self._check_refused(request.params, backend, refused, f" (slot {slot})")
+                    self._check_refused(request.params, refusals, f" (slot {slot})")
             key = id(owner)
-            self._refusals[key] = (backend, refused)
+            self._refusals[key] = refusals
             weakref.finalize(owner, self._refusals.pop, key, None)
 
     def _check_process(self) -> None:
@@ -398,17 +415,21 @@ class RequestTable:
 
     def _check_supported(self, params: SamplingParams) -> None:
         # A copy: a sampler that dies meanwhile takes its entry away.
-        for backend, refused in list(self._refusals.values()):
-            self._check_refused(params, backend, refused)
+        for refusals in list(self._refusals.values()):
+            self._check_refused(params, refusals)
 
-    def _check_refused(
-        self, params: SamplingParams, backend: str, refused: frozenset[str], where: str = ""
-    ) -> None:
-        needed = refused & active_features(params, self.vocab_size)
+    def _check_refused(self, params: SamplingParams, refusals: _Refusals, where: str = "") -> None:
+        needed = sorted(refusals.refused & active_features(params, self.vocab_size))
         if needed:
-            names = ", ".join(f"{name} = {getattr(params, name)!r}" for name in sorted(needed))
+            names = ", ".join(f"{name} = {getattr(params, name)!r}" for name in needed)
+            remedies = dict.fromkeys(refusals.remedies.get(name) for name in needed)
             raise UnsupportedFeatureError(
-                f"the backend {backend!r} does not support {names}{where}"
+                "; ".join(
+                    [
+                        f"the backend {refusals.backend!r} does not support {names}{where}",
+                        *filter(None, remedies),
+                    ]
+                )
             )
 
     def _check_fits(self, params: SamplingParams) -> None:

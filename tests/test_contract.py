@@ -428,6 +428,7 @@ def test_differences_and_cutoffs_at_the_ends_of_fp32(
 
 def test_words_on_both_sides_of_boundaries_of_equal_logits(backend_device: BackendDevice) -> None:
     """Masses of equal logits are exact, and so is where one ends and the next begins."""
+    backend_device.require_words()
     vocab = 32
     order = backend_device.order(vocab)
     table = RequestTable(2, vocab, device=backend_device.device)
@@ -445,6 +446,7 @@ def test_words_on_both_sides_of_the_middle_of_a_symmetric_row(
     backend_device: BackendDevice,
 ) -> None:
     """What is rounded in a sum over tokens must not carry a word over a boundary inside it."""
+    backend_device.require_words()
     for vocab in (4, 8):
         order = backend_device.order(vocab)
         table = RequestTable(2, vocab, device=backend_device.device)

@@ -187,7 +187,8 @@ def test_no_row_is_empty_or_out_of_range(backend_device: BackendDevice) -> None:
         for slot in range(2):
             checked.table.admit(params, request.prompt, output_token_ids=request.output, slot=slot)
         logits = torch.from_numpy(np.stack([row, row])).to(backend_device.device)
-        slots, words = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, -1])
+        slots = torch.tensor([0, 1], dtype=torch.int32)
+        words = torch.tensor([0, -1]) if backend_device.takes_words else None
         output = checked.sampler(logits, slots, words=words)
         assert ((output.token_ids >= 0) & (output.token_ids < len(row))).all()
         if 0 < params.top_k < len(row) and not params.is_greedy:

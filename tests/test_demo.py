@@ -28,7 +28,7 @@ VOCAB_SIZE = 97
 CONTEXT = 64
 EOS = 0
 GREEDY = SamplingParams(temperature=0.0)
-COMPILED = ("cpu", "triton")  # backends whose kernels are compiled the first time
+COMPILED = ("cpu", "triton", "flashinfer")  # backends whose kernels are compiled the first time
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 

@@ -75,3 +75,27 @@ def test_the_documentation_tells_what_scratch_a_row_takes() -> None:
     words = [backends.module("triton").scratch_words(layout, rows) for rows in (1, 2)]
     text = (ROOT / "docs" / "engines.md").read_text()
     assert f"({4 * (words[1] - words[0]):,} at V = 128256" in text
+
+
+@needs_sources
+def test_the_page_on_flashinfer_lists_options_and_refusals() -> None:
+    text = (ROOT / "docs" / "flashinfer.md").read_text()
+    backend = backends.module("flashinfer")
+    options = text.split("| option | values |")[1].split("\n\n")[0]
+    found = {
+        name: tuple(re.findall(r"`(\w+)`", values))
+        for name, values in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", options, re.MULTILINE)
+    }
+    assert found == {name: v for name, v in backend.CHOICES.items() if len(v) > 1}
+    refusals = text.split("| refused |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", refusals, re.MULTILINE)) == backend.REFUSES
+    served = re.findall(r'^\| `(\w+)` .*`ties="keep"` \|$', refusals, re.MULTILINE)
+    keep = backends.module("flashinfer:ties=keep")
+    assert set(served) == backend.REFUSES - keep.REFUSES
+    layout = RequestTable(1, 128256, device="cpu").layout
+    words = [
+        backends.module(name).scratch_words(layout, 2)
+        - backends.module(name).scratch_words(layout, 1)
+        for name in ("flashinfer", "triton")
+    ]
+    assert 0 <= 4 * (words[0] - words[1]) - (4 * 128256 + 96) <= 16

@@ -63,8 +63,18 @@ def make_table(device: str, requests: int = 8, **kwargs: object) -> RequestTable
     return RequestTable(requests, V, device=device, eos_token_ids=(2,), seed=11, **kwargs)
 
 
-def admit_mixed(table: RequestTable) -> torch.Tensor:
-    slots = [table.admit(p, prompt_token_ids=[1, 2, 3 + i]) for i, p in enumerate(MIXED)]
+def served(backend: str, params: SamplingParams) -> SamplingParams:
+    """params without what the backend refuses."""
+    return BackendDevice(backend, torch.device("cpu")).supported(params)
+
+
+def takes_words(backend: str) -> bool:
+    return BackendDevice(backend, torch.device("cpu")).takes_words
+
+
+def admit_mixed(table: RequestTable, backend: str) -> torch.Tensor:
+    params = [served(backend, p) for p in MIXED]
+    slots = [table.admit(p, prompt_token_ids=[1, 2, 3 + i]) for i, p in enumerate(params)]
     return torch.tensor(slots, dtype=torch.int32)
 
 
@@ -85,8 +95,8 @@ def used_tables(table: RequestTable) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_replay_equals_eager(backend: str, device: str, dtype: torch.dtype) -> None:
     eager_table, graphed_table = make_table(device), make_table(device)
-    slots = admit_mixed(eager_table)
-    admit_mixed(graphed_table)
+    slots = admit_mixed(eager_table, backend)
+    admit_mixed(graphed_table, backend)
     eager = Sampler(eager_table, backend)
     graphed = GraphedSampler(graphed_table, (1, 2, 8), dtype, backend=backend)
     for step in range(6):
@@ -103,7 +113,7 @@ def test_replays_draw_afresh_and_repeat_under_the_same_seed(backend: str, device
     steps = BackendDevice(backend, torch.device(device)).rows(200, 40)
     for _ in range(2):
         table = make_table(device)
-        slot = table.admit(SamplingParams(seed=123))
+        slot = table.admit(served(backend, SamplingParams(seed=123)))
         sampler = GraphedSampler(table, (1,), backend=backend)
         sampler.logits_buffer(1).zero_()
         slots = torch.tensor([slot], dtype=torch.int32)
@@ -117,7 +127,7 @@ def test_replays_draw_afresh_and_repeat_under_the_same_seed(backend: str, device
 @everywhere
 def test_a_step_fits_its_bucket_and_pads_with_nothing(backend: str, device: str) -> None:
     table = make_table(device)
-    slots = admit_mixed(table)
+    slots = admit_mixed(table, backend)
     sampler = GraphedSampler(table, (2, 8), backend=backend)
     sampler.logits_buffer(8).fill_(float("nan"))
     table.upload()
@@ -139,7 +149,7 @@ def test_logits_written_into_the_buffer_equal_foreign_ones(backend: str, device:
     records = []
     for foreign in (False, True):
         table = make_table(device)
-        slots = admit_mixed(table)
+        slots = admit_mixed(table, backend)
         sampler = GraphedSampler(table, (4, 8), logits_width=V + 24, backend=backend)
         logits = random_logits(5, len(MIXED), device, V + 24)
         logits[:, V:] = 1e9  # the padded vocabulary would win
@@ -156,7 +166,8 @@ def test_logits_written_into_the_buffer_equal_foreign_ones(backend: str, device:
 @everywhere
 def test_optional_inputs_come_and_go_between_replays(backend: str, device: str) -> None:
     table = make_table(device)
-    slots = torch.tensor([table.admit(SamplingParams(seed=i)) for i in range(3)], dtype=torch.int32)
+    params = [served(backend, SamplingParams(seed=i)) for i in range(3)]
+    slots = torch.tensor([table.admit(p) for p in params], dtype=torch.int32)
     sampler = GraphedSampler(table, (4,), backend=backend)
     only_nine = torch.zeros(3, sampler.table.layout.bitmap_words, dtype=torch.int32)
     only_nine[:, 0] = 1 << 9
@@ -166,9 +177,12 @@ def test_optional_inputs_come_and_go_between_replays(backend: str, device: str) 
         place = device if on_device else "cpu"
         mask_arg, words_arg = only_nine.to(place), words.to(place)
         assert sampler(flat, slots, grammar_bitmask=mask_arg).token_ids.tolist() == [9, 9, 9]
-        assert sampler(flat, slots, words=words_arg).token_ids.tolist() == [0, V - 1, 0]
+        if takes_words(backend):
+            assert sampler(flat, slots, words=words_arg).token_ids.tolist() == [0, V - 1, 0]
         drawn = sampler(flat, slots).token_ids.tolist()
         assert drawn not in ([9, 9, 9], [0, V - 1, 0])
+        if not takes_words(backend):
+            continue
         both = sampler(flat, slots, grammar_bitmask=mask_arg, words=words_arg)
         assert both.token_ids.tolist() == [9, 9, 9]
 
@@ -178,7 +192,7 @@ def test_slots_on_the_device_equal_slots_on_the_host(backend: str, device: str) 
     records = []
     for place in ("cpu", device):
         table = make_table(device)
-        slots = admit_mixed(table).to(place)
+        slots = admit_mixed(table, backend).to(place)
         sampler = GraphedSampler(table, (8,), backend=backend)
         records.append(sampler(random_logits(2, len(MIXED), device), slots).record.clone())
     assert torch.equal(*records)
@@ -187,7 +201,7 @@ def test_slots_on_the_device_equal_slots_on_the_host(backend: str, device: str) 
 @everywhere
 def test_what_is_not_accepted_raises_before_anything_happens(backend: str, device: str) -> None:
     table = make_table(device)
-    slots = admit_mixed(table)
+    slots = admit_mixed(table, backend)
     sampler = GraphedSampler(table, (1, 4), torch.float32, backend=backend)
     two = slots[:2]
     good = random_logits(0, 2, device)
@@ -258,6 +272,7 @@ def test_the_step_in_a_graph_of_the_user_s_own(backend: str, device: str) -> Non
         for step in range(6):
             if step in (0, 2, 3):
                 params = SamplingParams(seed=step, top_k=20, frequency_penalty=0.5)
+                params = served(backend, params)
                 slots.append(tables[0].admit(params, prompt_token_ids=[step + 1]))
                 tables[1].admit(params, prompt_token_ids=[step + 1])
             tables[1].upload()
@@ -309,7 +324,7 @@ def test_memory_is_released_with_the_sampler(backend: str) -> None:
 def test_two_samplers_on_two_streams_do_not_disturb_each_other(backend: str) -> None:
     def tokens(concurrent: bool) -> list[torch.Tensor]:
         tables = [make_table("cuda") for _ in range(2)]
-        slots = [admit_mixed(t) for t in tables]
+        slots = [admit_mixed(t, backend) for t in tables]
         samplers = [GraphedSampler(t, (8,), backend=backend) for t in tables]
         streams = [torch.cuda.Stream() for _ in range(2)]
         logits = [random_logits(i, len(MIXED), "cuda") for i in range(2)]
@@ -333,7 +348,7 @@ def test_two_samplers_on_two_streams_do_not_disturb_each_other(backend: str) -> 
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 def test_a_step_never_synchronises(backend: str, graphed: bool) -> None:
     table = make_table("cuda")
-    slots = admit_mixed(table)
+    slots = admit_mixed(table, backend)
     sampler = GraphedSampler(table, (8,), backend=backend) if graphed else Sampler(table, backend)
     logits = random_logits(0, len(MIXED), "cuda")
     mask = torch.full((len(MIXED), table.layout.bitmap_words), -1, dtype=torch.int32)
@@ -407,11 +422,11 @@ def test_objects_made_in_inference_mode_work_outside_and_the_other_way_round(
         with torch.inference_mode(made_in):
             table = make_table(device)
             sampler = GraphedSampler(table, (8,), backend=backend)
-            slots = admit_mixed(table)
+            slots = admit_mixed(table, backend)
         with torch.inference_mode(stepped_in):
             for step in range(2):
                 output = sampler(random_logits(step, len(MIXED), device), slots)
-                table.update(0, SamplingParams(top_k=3, seed=9))
+                table.update(0, served(backend, SamplingParams(top_k=3, seed=9, min_p=0.1)))
         records.append(output.record.clone())
     assert torch.equal(records[0], records[1])
     assert torch.equal(records[0], records[2])
@@ -426,7 +441,7 @@ def test_a_default_device_of_the_user_s_changes_nothing(backend: str, device: st
             table = make_table(device)
             sampler = GraphedSampler(table, (8,), backend=backend)
             with torch.device("cpu"):
-                slots = admit_mixed(table)
+                slots = admit_mixed(table, backend)
                 logits = random_logits(0, len(MIXED), device)
             records.append(sampler(logits, slots).record.clone())
     assert torch.equal(*records)
@@ -445,7 +460,7 @@ def test_a_default_dtype_of_the_user_s_changes_nothing(
         try:
             table = make_table(device)
             sampler = GraphedSampler(table, (8,), torch.float32, backend=backend)
-            slots = admit_mixed(table)
+            slots = admit_mixed(table, backend)
             records.append(sampler(logits, slots).record.clone())
         finally:
             torch.set_default_dtype(torch.float32)
@@ -456,7 +471,8 @@ def test_a_default_dtype_of_the_user_s_changes_nothing(
 def test_autograd_keeps_nothing_of_the_logits(backend: str, device: str) -> None:
     """Without no_grad, a buffer that noted where its logits came from would hold every forward."""
     table = make_table(device)
-    slots = torch.tensor([table.admit(SamplingParams(seed=1))], dtype=torch.int32)
+    params = served(backend, SamplingParams(seed=1))
+    slots = torch.tensor([table.admit(params)], dtype=torch.int32)
     head = torch.nn.Linear(8, V, bias=False, device=device)
     for sampler in (GraphedSampler(table, (2,), backend=backend), Sampler(table, backend)):
         output = sampler(head(torch.randn(1, 8, device=device)), slots)
@@ -476,8 +492,8 @@ def test_autograd_keeps_nothing_of_the_logits(backend: str, device: str) -> None
 def test_samplers_stay_out_of_compiled_code(backend: str, device: str) -> None:
     """A compiled function that calls a sampler leaves the call to Python, uploads and all."""
     table, twin = make_table(device), make_table(device)
-    slots = admit_mixed(table)
-    admit_mixed(twin)
+    slots = admit_mixed(table, backend)
+    admit_mixed(twin, backend)
     eager = Sampler(twin, backend)
     for make in (Sampler, GraphedSampler):
         torch.compiler.reset()
@@ -489,7 +505,8 @@ def test_samplers_stay_out_of_compiled_code(backend: str, device: str) -> None:
         for step in range(3):
             logits = random_logits(step, len(MIXED), device)
             for each in (table, twin):  # so that there is something to upload
-                each.update(0, SamplingParams(top_k=step + 2, seed=step))
+                params = SamplingParams(top_k=step + 2, seed=step, logprobs=step)
+                each.update(0, served(backend, params))
             assert torch.equal(compiled(logits), eager(logits, slots).token_ids)
         with pytest.raises(RuntimeError, match="sample_step"):
             torch.compile(sampler, fullgraph=True, backend="aot_eager")(logits, slots)
@@ -500,7 +517,7 @@ def test_parts_of_the_buffer_are_refused_where_they_would_be_overwritten(
     backend: str, device: str
 ) -> None:
     table = make_table(device)
-    slots = admit_mixed(table)
+    slots = admit_mixed(table, backend)
     sampler = GraphedSampler(table, (8,), backend=backend)
     table.upload()
     before = table.state.clone()
@@ -515,13 +532,13 @@ def test_parts_of_the_buffer_are_refused_where_they_would_be_overwritten(
 @everywhere
 def test_what_is_no_tensor_is_named(backend: str, device: str) -> None:
     table = make_table(device)
-    slots = admit_mixed(table)
+    slots = admit_mixed(table, backend)
     logits = random_logits(0, len(MIXED), device)
     for sampler in (Sampler(table, backend), GraphedSampler(table, (8,), backend=backend)):
         for match, arguments, kwargs in (
             ("logits is ndarray", (logits.cpu().numpy(), slots), {}),
             ("slots is list", (logits, slots.tolist()), {}),
-            ("words is list", (logits, slots), {"words": [1] * len(MIXED)}),
+            ("words", (logits, slots), {"words": [1] * len(MIXED)}),
             ("grammar_bitmask is ndarray", (logits, slots), {"grammar_bitmask": slots.numpy()}),
         ):
             with pytest.raises(ValueError, match=match):
@@ -535,7 +552,7 @@ def test_samplers_made_at_once_by_several_threads(backend: str) -> None:
 
     def work(number: int) -> None:
         table = make_table("cuda")
-        slots = admit_mixed(table)
+        slots = admit_mixed(table, backend)
         sampler = GraphedSampler(table, (8,), backend=backend)
         results[number] = sampler(random_logits(0, len(MIXED), "cuda"), slots).record.clone()
         # Not the device: another thread may be capturing on it.

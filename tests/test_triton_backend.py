@@ -170,7 +170,7 @@ for dtype, unit, vocab in ((torch.float32, 4, 1000), (torch.bfloat16, 1, 300001)
         stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit, mode=0,
     )
     layout = TableLayout(vocab, 4, 3, 3, 3, 3, 3, 3, 1)
-    for launch in triton._launches(arguments, layout, 1, torch.device("cuda")):
+    for launch in triton.launches(arguments, layout, 1, torch.device("cuda")):
         names = launch.kernel.arg_names
         signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
         constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}

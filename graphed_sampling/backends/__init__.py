@@ -10,28 +10,61 @@ A backend is one module of this package with these names:
     scratch_words(layout, rows) -> int        int32 words of scratch for a step of so many rows
     warm_up(layout, device, dtypes) -> None   compile what logits of these dtypes need
     sample_step(...)                          one step, in place: the op of the same name in ops.py
+
+REFUSES may hold "words" too, the argument of a step. A backend may also have
+
+    REMEDIES: Mapping[str, str]               of what it refuses, what would serve
+    configured(options) -> object             the same names, for options other than the default
+
+Options follow a backend's name: "flashinfer:route=slab,..." is `flashinfer` with that option.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 # By name: importing the backends of those names rebinds `torch` and `cuda` in this package.
 from torch import Tensor
 from torch import device as Device
 from torch.cuda import is_available as has_gpu
 
-NAMES = ("cpu", "triton", "torch", "cuda")
+NAMES = ("cpu", "triton", "torch", "cuda", "flashinfer")
 """Every backend, in the order in which `auto` tries them."""
 
 
-def module(name: str) -> ModuleType:
-    """The backend's module, imported on first use; ValueError for an unknown name."""
-    if name not in NAMES:
+def module(name: str) -> Any:
+    """The backend's module, imported on first use; with options, what stands for it.
+
+    ValueError for an unknown name or option.
+    """
+    plain, colon, options = name.partition(":")
+    if plain not in NAMES:
         raise ValueError(f"backend = {name!r} is not known; there are {', '.join(NAMES)}")
-    return importlib.import_module(f"{__name__}.{name}")
+    found = importlib.import_module(f"{__name__}.{plain}")
+    return _configured(plain, options) if colon else found
+
+
+@functools.lru_cache
+def _configured(name: str, options: str) -> Any:
+    found = module(name)
+    if not hasattr(found, "configured"):
+        raise ValueError(f"the backend {name!r} takes no options: {options!r}")
+    pairs = [option.partition("=") for option in options.split(",")]
+    return found.configured({key: value for key, _, value in pairs})
+
+
+def with_options(name: str, options: Mapping[str, str]) -> str:
+    """The name of a backend with options; ValueError where it does not take them."""
+    if not options:
+        return name
+    if name == "auto":
+        raise ValueError(f"{', '.join(options)}: options go with a backend that is named")
+    joined = f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
+    return str(module(joined).NAME)
 
 
 def resolve(name: str, device: Device) -> str:
@@ -39,11 +72,12 @@ def resolve(name: str, device: Device) -> str:
     if name == "auto":
         # On the CPU Triton only runs in its interpreter, which is for those who ask for it.
         names = [n for n in NAMES if n != "triton" or device.type != "cpu"]
+        names.remove("flashinfer")  # it lacks what a request may need
         return next(n for n in names if not module(n).unusable(device))
     reason = module(name).unusable(device)
     if reason:
         raise ValueError(f"backend {name!r} cannot be used on {device}: {reason}")
-    return name
+    return str(module(name).NAME)
 
 
 def canonical_order(vocab_size: int, backend: str) -> Tensor:

@@ -45,6 +45,12 @@ BINS: Final = 1024
 """Parts of the bracket around the cut of a flat row, whose masses are added up."""
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 """Bits of `mode`: which optional inputs there are."""
+KEEP_TIES, JOINT, DECIDE, SLAB = 1, 2, 4, 8
+"""Bits of LAW, which is 0 here: see triton_kernels/__init__.py."""
+DECISION_WORDS: Final = 16
+"""Words that tell what is known of a row before somebody else draws its token."""
+SLAB_SIZE: Final = 1024
+"""Places that FlashInfer's slab of a row's best tokens has."""
 
 # Launches, measured on an H200 (bench/log_triton.md): warps a program, and the most registers a
 # thread, which rare branches would otherwise drive up. None of it changes a result: see
@@ -98,6 +104,11 @@ def _interpreted() -> bool:
 @functools.lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels there may begin before the ones they follow have ended."""
+    return device.type == "cuda" and torch.version.hip is None and _capability(device) >= (9, 0)
 
 
 def _kernels() -> Any:
@@ -160,6 +171,9 @@ class _Launch:
     arguments: Sequence[Any]
     keywords: dict[str, Any]
 
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.keywords)
+
 
 @dataclass
 class _Arguments:
@@ -186,16 +200,40 @@ class _Arguments:
     mode: int
 
 
-def _launches(
-    a: _Arguments, layout: TableLayout, rows: int, device: torch.device
+@dataclass(frozen=True)
+class Draw:
+    """What the kernels need where another draws the tokens.
+
+    law: bits of LAW. offset_step: random numbers between a position's first and the next one's.
+    probabilities: fp32 [rows, vocab_size], or its dtype. every_row: whether all of its rows are to
+    be written, not only those that a softmax of the logits does not serve. With SLAB only the law
+    counts.
+    """
+
+    law: int
+    offset_step: int = 0
+    probabilities: Any = None
+    every_row: bool = False
+
+
+def launches(
+    a: _Arguments,
+    layout: TableLayout,
+    rows: int,
+    device: torch.device,
+    draw: Draw | None = None,
 ) -> Iterator[_Launch]:
-    """The launches of one step, in order."""
+    """The launches of one step, in order.
+
+    draw: where another draws, or finds the best tokens. Its part comes before the last but one
+    launch, `probabilities`, and after it; or after the first one, `ask`.
+    """
     kernels, at = _kernels(), _scratch(layout)
+    law = 0 if draw is None else draw.law
     penalties = (0, 0, 0)
     if layout.penalties:
         penalties = (layout.prompt_bits, layout.output_bits, layout.counts)
-    on_gpu = device.type == "cuda"
-    pdl = on_gpu and torch.version.hip is None and _capability(device) >= (9, 0)
+    on_gpu, pdl = device.type == "cuda", has_pdl(device)
 
     def launch(
         kernel: Any,
@@ -203,7 +241,12 @@ def _launches(
         arguments: Sequence[Any],
         options: dict[str, int],
     ) -> _Launch:
-        keywords: dict[str, Any] = {"SUPER": at.super_groups, "UNIT": a.unit, "PDL": pdl}
+        keywords: dict[str, Any] = {
+            "SUPER": at.super_groups,
+            "UNIT": a.unit,
+            "PDL": pdl,
+            "LAW": law,
+        }
         if on_gpu:
             # No contraction: every operation of y rounds once.
             keywords |= {"num_warps": options["num_warps"], "enable_fp_fusion": False}
@@ -219,6 +262,8 @@ def _launches(
         layout.given_ids, layout.max_logprobs, layout.max_logprob_ids, layout.recent_tokens,
         at.bans, at.plan, at.candidates, at.bins, *penalties, layout.penalties,
     )  # fmt: skip
+    if law & SLAB:
+        yield launch(kernels.ask, (rows,), (*arguments, layout.max_requests), _FINISH)
     yield launch(
         kernels.stream,
         (rows, at.groups * GROUP // TILE),
@@ -228,7 +273,13 @@ def _launches(
     yield launch(
         kernels.finish,
         (rows,),
-        (*arguments, layout.max_requests, layout.bad_words, layout.max_bad_word_length),
+        (
+            *arguments,
+            layout.max_requests,
+            layout.bad_words,
+            layout.max_bad_word_length,
+            0 if draw is None else draw.offset_step,
+        ),
         _FINISH,
     )
     yield launch(
@@ -237,6 +288,15 @@ def _launches(
         (*arguments, at.bracket, at.masses, rows),
         _DENSE,
     )
+    if draw is None or not law & DECIDE:
+        return
+    yield launch(
+        kernels.probabilities,
+        (rows, -(-layout.vocab_size // TILE)),
+        (*arguments, layout.max_requests, draw.probabilities, rows, int(draw.every_row)),
+        _STREAM_32_BITS,
+    )
+    yield launch(kernels.conclude, (rows,), (*arguments, layout.max_requests), _FINISH)
 
 
 def _unit(logits: Tensor, stride: int, vocab_size: int) -> int:
@@ -244,6 +304,50 @@ def _unit(logits: Tensor, stride: int, vocab_size: int) -> int:
     if logits.data_ptr() % 16 or stride % unit or vocab_size % unit:
         return 1
     return unit
+
+
+def step_arguments(
+    logits: Tensor,
+    slots: Tensor,
+    params: Tensor,
+    state: Tensor,
+    tables: Tensor,
+    output: Tensor,
+    scratch: Tensor,
+    layout: TableLayout,
+    *,
+    grammar_bitmask: Tensor | None,
+    words: Tensor | None,
+    given: Tensor | None,
+) -> _Arguments:
+    """What the kernels take of the arguments of `sample_step`."""
+    rows = slots.shape[0]
+    stride = logits.stride(0) if rows > 1 else logits.shape[1]
+    mode = HAS_BITMASK * (grammar_bitmask is not None) + HAS_WORDS * (words is not None)
+    mode += HAS_GIVEN * (given is not None)
+    # What was not handed over is not read; a pointer of its type stands for it.
+    return _Arguments(
+        logits=logits,
+        slots=slots.contiguous(),
+        params=params,
+        state=state,
+        tables=tables,
+        output=output,
+        scratch=scratch,
+        bitmask=slots if grammar_bitmask is None else grammar_bitmask,
+        words=state.view(torch.int64) if words is None else words.contiguous(),
+        given=slots if given is None else given,
+        stride=stride,
+        bitmask_stride=0 if grammar_bitmask is None else grammar_bitmask.stride(0),
+        logits_bytes=logits.element_size(),
+        unit=_unit(logits, stride, layout.vocab_size),
+        mode=mode,
+    )
+
+
+def interpreter_lock() -> contextlib.AbstractContextManager[object]:
+    """The interpreter keeps the program's index in one place for all threads."""
+    return _INTERPRETER_LOCK if _interpreted() else contextlib.nullcontext()
 
 
 def sample_step(
@@ -261,32 +365,22 @@ def sample_step(
     given: Tensor | None,
 ) -> None:
     """One step in place; arguments as the op `sample_step`, checked there."""
-    rows = slots.shape[0]
-    stride = logits.stride(0) if rows > 1 else logits.shape[1]
-    mode = HAS_BITMASK * (grammar_bitmask is not None) + HAS_WORDS * (words is not None)
-    mode += HAS_GIVEN * (given is not None)
-    # What was not handed over is not read; a pointer of its type stands for it.
-    arguments = _Arguments(
-        logits=logits,
-        slots=slots.contiguous(),
-        params=params,
-        state=state,
-        tables=tables,
-        output=output,
-        scratch=scratch,
-        bitmask=slots if grammar_bitmask is None else grammar_bitmask,
-        words=state.view(torch.int64) if words is None else words.contiguous(),
-        given=slots if given is None else given,
-        stride=stride,
-        bitmask_stride=0 if grammar_bitmask is None else grammar_bitmask.stride(0),
-        logits_bytes=logits.element_size(),
-        unit=_unit(logits, stride, layout.vocab_size),
-        mode=mode,
+    arguments = step_arguments(
+        logits,
+        slots,
+        params,
+        state,
+        tables,
+        output,
+        scratch,
+        layout,
+        grammar_bitmask=grammar_bitmask,
+        words=words,
+        given=given,
     )
-    # The interpreter keeps the program's index in one place for all threads.
-    with _INTERPRETER_LOCK if _interpreted() else contextlib.nullcontext():
-        for launch in _launches(arguments, layout, rows, logits.device):
-            launch.kernel[launch.grid](*launch.arguments, **launch.keywords)
+    with interpreter_lock():
+        for launch in launches(arguments, layout, slots.shape[0], logits.device):
+            launch()
 
 
 def warm_up(
@@ -294,6 +388,16 @@ def warm_up(
 ) -> None:
     """Compile every kernel for logits of these dtypes, or load it from Triton's cache: a step
     never waits for that."""
+    compile_kernels(layout, device, logits_dtypes, None)
+
+
+def compile_kernels(
+    layout: TableLayout,
+    device: torch.device,
+    logits_dtypes: Sequence[torch.dtype],
+    draw: Draw | None,
+) -> None:
+    """`warm_up` for a draw."""
     if device.type != "cuda":
         return
     import triton
@@ -312,5 +416,5 @@ def warm_up(
                     dtype, int32, int32, int32, int32, int32, int32, int32, int64, int32,
                     stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit, mode=0,
                 )  # fmt: skip
-                for launch in _launches(arguments, layout, 1, device):
+                for launch in launches(arguments, layout, 1, device, draw):
                     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.keywords)

@@ -75,7 +75,7 @@ def run_demo(options: Options) -> list[Generation]:
     with _allocation_of(options.slots):
         model = SlottedModel(network, num_slots=options.slots, capacity=capacity)
     text = "Preparing the sampler"
-    if backend in ("cpu", "triton"):
+    if backend in ("cpu", "triton", "flashinfer"):
         text += ", which may compile for about a minute the first time"
     with screen.stage(text, console, plain=plain), _allocation_of(options.slots):
         engine = Engine(
@@ -193,7 +193,10 @@ def _leave_out_refused(
     refuses = next(info.refuses for info in backends.describe(device) if info.name == backend)
     served = []
     for request in requests:
-        if lacking := sorted(request.params.features() & set(refuses)):
+        asked = request.params.features()
+        if request.params.seed is not None and not request.params.is_greedy:
+            asked |= {"seed"}
+        if lacking := sorted(asked & set(refuses)):
             note = f"{request.title!r} is left out: backend {backend} refuses {', '.join(lacking)}"
             console.print(Text(note), soft_wrap=True)
         else:

@@ -1,4 +1,4 @@
-"""The Triton kernels of the `triton` backend: stream, finish, dense.
+"""The Triton kernels of the `triton` backend: stream, finish, dense. And those of `flashinfer`.
 
 Logits are cut into groups of 64 consecutive tokens. `stream` reads a row once and keeps, for each
 group, its maximum and its sum of exponentials. `finish`, one program a row, bounds from these what
@@ -15,13 +15,21 @@ checked afterwards, go as the compiler likes, though in every batch alike.
     streaming    the kernel `stream`: the first pass
     finishing    the kernel `finish`: the rest of most rows
     dense_rows   the kernel `dense`: the rows that are left
+    drawing      the kernels `probabilities` and `conclude`: where FlashInfer draws, what comes
+                 before and after; the others then find out what is to be drawn from. And `ask`:
+                 where FlashInfer finds the best tokens of rows with top_k, how many of them
+
+LAW, of all kernels: whether ties at a cut all stay (KEEP_TIES), whether top_p counts the mass of
+all tokens, not of those that top_k keeps (JOINT), whether somebody else draws (DECIDE), or finds
+the best tokens of rows with top_k (SLAB).
 
 Names: x are the model's logits, y the processed ones, z = log2 of a weight relative to the
 largest, q the integer mass rint(2**z * 2**40).
 """
 
 from graphed_sampling.backends.triton_kernels.dense_rows import dense
+from graphed_sampling.backends.triton_kernels.drawing import ask, conclude, probabilities
 from graphed_sampling.backends.triton_kernels.finishing import finish
 from graphed_sampling.backends.triton_kernels.streaming import stream
 
-__all__ = ["dense", "finish", "stream"]
+__all__ = ["ask", "conclude", "dense", "finish", "probabilities", "stream"]

@@ -54,6 +54,11 @@ SUMS, RAW_MAXIMA, RAW_SUMS, MOMENTS, GROUP_LIST = (_constant(i) for i in range(1
 # Then the list of supers that hold a listed group.
 SUPER_LIST = _constant(6)
 
+# What `LAW` says of the filters, and of what is to be found out.
+KEEP_TIES, JOINT, DECIDE, SLAB = (
+    _constant(bit) for bit in (host.KEEP_TIES, host.JOINT, host.DECIDE, host.SLAB)
+)
+
 # What `mode` says of optional inputs.
 HAS_BITMASK, HAS_WORDS, HAS_GIVEN = (
     _constant(bit) for bit in (host.HAS_BITMASK, host.HAS_WORDS, host.HAS_GIVEN)
@@ -76,12 +81,23 @@ PLAN_BY_ROW = _constant(11)  # whether `dense` went over the whole row in the en
 # and rows its programs have taken.
 PLAN_COLLECTED, PLAN_TILES_TAKEN, PLAN_ROWS_TAKEN = (_constant(i) for i in range(8, 11))
 
+# Words of a decision, what is known of a row before its token is drawn; see deciding.py.
+D_TOKEN, D_FLAGS, D_HIGHEST, D_LOWEST, D_LOWEST_ID, D_NUM_KEPT = (_constant(i) for i in range(6))
+D_TOTAL, D_RAW_TOTAL = _constant(6), _constant(8)  # two words each
+D_SPECIAL, D_FALLBACK, D_LARGEST, D_BANS, D_WRITTEN = (_constant(i) for i in range(10, 15))
+DECISION_WORDS = _constant(host.DECISION_WORDS)
+SLAB_SIZE = _constant(host.SLAB_SIZE)
+TOLD_APART = _constant(1.0 + 2.0**-16)  # more than rounding makes of a softmax's probabilities
+HOTTEST = _constant(64.0)  # temperature at which fp32 still tells probabilities of logits apart
+LEAST_SPREAD = _constant(0.001)  # of survivors, in powers of two, among which it does
+
 # What a row's processing has to look at.
 CHECK_GRAMMAR, CHECK_ALLOWED, CHECK_PENALTIES = _constant(1), _constant(2), _constant(4)
 
 # Rows whose processed logits the contract replaces.
 NORMAL, POSITIVE_INFINITY, EMPTY_ROW = _constant(0), _constant(1), _constant(2)
 P_FLAGS = _constant(int(Param.FLAGS))
+P_TEMPERATURE = _constant(int(Param.TEMPERATURE))
 P_TOP_K = _constant(int(Param.TOP_K))
 P_TOP_P = _constant(int(Param.TOP_P))
 P_MIN_P = _constant(int(Param.MIN_P))

@@ -11,6 +11,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     BY_BRACKET,
     BY_LIST,
     BY_SIGMA,
+    DECIDE,
     DONE,
     EMPTY_ROW,
     F_MEAN,
@@ -18,6 +19,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     GROUP,
     GROUP_LIST,
     INF,
+    JOINT,
+    KEEP_TIES,
     LISTED,
     MOMENTS,
     NEG_INF,
@@ -51,6 +54,10 @@ from graphed_sampling.backends.triton_kernels.constants import (
     SUMS,
     SUPER_LIST,
     SUPERS,
+)
+from graphed_sampling.backends.triton_kernels.deciding import (
+    _decide,
+    _decision,
 )
 from graphed_sampling.backends.triton_kernels.finishing import (
     _first_bound,
@@ -174,7 +181,9 @@ def _bracket_sums(list_y, count, largest, scale, key0, key1, key2):
 
 
 @triton.jit(noinline=True)
-def _bracket_cut(list_y, list_ids, count, low, high, largest, scale, target, vocab):
+def _bracket_cut(
+    list_y, list_ids, count, low, high, largest, scale, target, vocab, LAW: tl.constexpr
+):
     """Where a list's tokens, between low and high, first weigh `target`: (lowest, lowest_id, how
     many are kept). None are kept where all of them together weigh less."""
     low_key = _key(low).to(tl.int64)
@@ -230,6 +239,8 @@ def _bracket_cut(list_y, list_ids, count, low, high, largest, scale, target, voc
     ties = ((target - mass_high + each - 1) // each).to(tl.int32)
     lowest_id = vocab
     kept = at_low
+    if LAW & KEEP_TIES:
+        ties = at_low - at_high
     if ties < at_low - at_high:
         # Of the equals at the cut, the lowest ids: seven parts at a time.
         kept = at_high + ties
@@ -312,7 +323,7 @@ def _add_survivors(masses, list_y, list_ids, count, lowest, lowest_id, largest, 
 @triton.jit(noinline=True)
 def _from_bracket(
     row, params, scratch, plan, candidates_at, bracket_at, bins_at, masses_at, groups, vocab,
-    num_bias, num_bans, largest, word, SUPER: tl.constexpr,
+    num_bias, num_bans, largest, word, SUPER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """top_p and the draw of a flat row that was collected.
 
@@ -379,8 +390,9 @@ def _from_bracket(
         tl.debug_barrier()
         if in_cut <= LISTED:
             lowest, lowest_id, kept = _bracket_cut(
-                cut_y, cut_ids, in_cut, low, _f32(plan + PLAN_HIGH), largest, scale, left, vocab
-            )
+                cut_y, cut_ids, in_cut, low, _f32(plan + PLAN_HIGH), largest, scale, left, vocab,
+                LAW,
+            )  # fmt: skip
             if kept > 0:
                 complete = 1
                 num_kept = number + kept
@@ -396,7 +408,7 @@ def _from_bracket(
 @triton.jit(noinline=True)
 def _after_sigma(
     row, params, scratch, candidates_at, groups, vocab, num_bias, num_bans, largest, word,
-    SUPER: tl.constexpr,
+    SUPER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw of a row whose first filter is top_n_sigma; complete is 0 where the
     list is too short for its survivors."""
@@ -427,7 +439,7 @@ def _after_sigma(
     if count <= LISTED:
         complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
             list_y, list_ids, count, largest, scale, params, tl.load(params + P_TOP_K), False,
-            nothing, mean, z_bound, word, LISTED, True,
+            nothing, mean, z_bound, word, LISTED, True, LAW,
         )  # fmt: skip
     return complete, token, highest, lowest, lowest_id, total, num_kept
 
@@ -436,13 +448,13 @@ def _after_sigma(
 def _dense(
     row, state, words, given, index, out, scratch, plan, kind, flags, mode, groups, stop_ids,
     given_ids, max_logprobs, max_logprob_ids, recent_tokens, candidates_at, bracket_at, bins_at,
-    masses_at, penalties, SUPER: tl.constexpr,
+    masses_at, penalties, decision, SUPER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """All that `finish` left of a row."""
     params, vocab = row[1], row[11]
     num_bias = tl.load(params + P_NUM_BIAS)
     num_bans = tl.load(plan + PLAN_BANS)
-    split, both = _split(flags, params, row, num_bias + num_bans)
+    split, both = _split(flags, params, row, num_bias + num_bans, LAW)
     word = _row_word(params, state, words, given, mode, index)
     super_maxima = _super_maxima(scratch, groups, SUPER)
     largest = tl.max(super_maxima)
@@ -468,7 +480,10 @@ def _dense(
         stats_total = total
         mean = tl.full((), 0.0, tl.float64)
         z_bound = tl.full((), -1e300, tl.float64)
-        if (flags & F_TOTAL) != 0:
+        from_stats = (flags & F_TOTAL) != 0
+        if LAW & JOINT:
+            from_stats = from_stats | (_f32(params + P_TOP_P) < 1)
+        if from_stats:
             sums = scratch + groups * SUMS
             _maxima, _same, masses = _statistics(scratch, sums, groups, narrow_scale, True, SUPER)
             stats_total = tl.sum(masses)
@@ -482,35 +497,42 @@ def _dense(
         list_y = scratch + candidates_at
         complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
             list_y, list_y + LISTED, tl.load(plan + PLAN_COUNT), largest, scale, params,
-            tl.load(params + P_TOP_K), (flags & F_TOTAL) != 0, stats_total, mean, z_bound, word,
-            LISTED, True,
+            tl.load(params + P_TOP_K), from_stats, stats_total, mean, z_bound, word, LISTED, True,
+            LAW,
         )  # fmt: skip
     elif kind == BY_SIGMA:
         complete, token, highest, lowest, lowest_id, total, num_kept = _after_sigma(
             row, params, scratch, candidates_at, groups, vocab, num_bias, num_bans, largest, word,
-            SUPER,
+            SUPER, LAW,
         )  # fmt: skip
     elif kind == BY_BRACKET:
         complete, token, lowest, lowest_id, total, num_kept = _from_bracket(
             row, params, scratch, plan, candidates_at, bracket_at, bins_at, masses_at, groups,
-            vocab, num_bias, num_bans, largest, word, SUPER,
+            vocab, num_bias, num_bans, largest, word, SUPER, LAW,
         )  # fmt: skip
     # For who wants to know by which way a row went.
     tl.store(plan + PLAN_BY_ROW, tl.where(complete == 0, 1, 0))
     if complete == 0:
         token, highest, lowest, lowest_id, total, num_kept = _dense_row(
-            row, params, vocab, num_bias, num_bans, special, fallback, largest, word
+            row, params, vocab, num_bias, num_bans, special, fallback, largest, word, LAW
         )
     row_flags = tl.where(tl.load(plan + PLAN_NAN) != 0, R_NAN, 0)
     row_flags |= tl.where(special == POSITIVE_INFINITY, R_POS_INF, 0)
     row_flags |= tl.where(special == EMPTY_ROW, R_EMPTY, 0)
     tl.debug_barrier()
-    _report(
-        row, out, params, state, scratch, flags, row_flags, token, highest, lowest, lowest_id,
-        total, num_kept, special, fallback, largest, tl.full((), -1, tl.int64), groups, vocab,
-        num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids, max_logprobs,
-        max_logprob_ids, recent_tokens, penalties, SUPER,
-    )  # fmt: skip
+    raw_total = tl.full((), -1, tl.int64)
+    if LAW & DECIDE:
+        _decide(
+            decision, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
+            num_kept, special, fallback, largest, raw_total, vocab, num_bias, num_bans,
+        )  # fmt: skip
+    else:
+        _report(
+            row, out, params, state, scratch, flags, row_flags, token, highest, lowest, lowest_id,
+            total, num_kept, special, fallback, largest, raw_total, groups, vocab, num_bias,
+            num_bans, split, both, candidates_at, stop_ids, given_ids, max_logprobs,
+            max_logprob_ids, recent_tokens, penalties, SUPER,
+        )  # fmt: skip
     tl.debug_barrier()
 
 
@@ -546,6 +568,7 @@ def dense(
     bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
     bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
     bracket_at, masses_at, rows, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    LAW: tl.constexpr,
 ):  # fmt: skip
     """The rows that `finish` left. Grid: any; programs take tiles of flat rows until none is left,
     then rows.
@@ -615,5 +638,6 @@ def dense(
                     row, state + slot * state_words, words, given, index,
                     output + index * output_words, row_scratch, plan, kind, flags, mode,
                     groups, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
-                    candidates_at, bracket_at, bins_at, masses_at, penalties, SUPER,
+                    candidates_at, bracket_at, bins_at, masses_at, penalties,
+                    _decision(kinds, rows, index), SUPER, LAW,
                 )  # fmt: skip

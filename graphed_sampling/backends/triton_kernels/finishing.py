@@ -12,6 +12,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     BY_LIST,
     BY_ROW,
     BY_SIGMA,
+    DECIDE,
     DONE,
     F_ADMITTED,
     F_GREEDY,
@@ -24,6 +25,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     GROUP,
     GROUP_LIST,
     INF,
+    JOINT,
     LISTED,
     LOG2_E,
     LONGER,
@@ -69,10 +71,18 @@ from graphed_sampling.backends.triton_kernels.constants import (
     S_NUM_GENERATED,
     S_RECENT,
     SHORT,
+    SLAB,
+    SLAB_SIZE,
     SUMS,
     SUPER_LIST,
     SUPERS,
     TINY,
+)
+from graphed_sampling.backends.triton_kernels.deciding import (
+    _decide,
+    _decision,
+    _set_draw,
+    _slab,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _draw_from_groups,
@@ -91,6 +101,7 @@ from graphed_sampling.backends.triton_kernels.lists import (
     _filter_long_list,
     _list_candidates,
     _list_checked_candidates,
+    _list_from_slab,
 )
 from graphed_sampling.backends.triton_kernels.numbers import (
     _f32,
@@ -260,7 +271,8 @@ def _first_bound(
 @triton.jit
 def _select(
     row, scratch, params, super_maxima, super_masses, total, groups, vocab, num_bias, num_bans,
-    largest, word, plain, candidates_at, z_bound_at, SUPER: tl.constexpr,
+    largest, word, plain, candidates_at, z_bound_at, place, seen_nan, SUPER: tl.constexpr,
+    LAW: tl.constexpr,
 ):  # fmt: skip
     """The filters and the draw from group statistics.
 
@@ -290,6 +302,9 @@ def _select(
     else:
         mean = tl.full((), 0.0, tl.float64)
         wants_sum = (flags & F_TOTAL) != 0
+        from_stats = wants_sum
+        if LAW & JOINT:
+            from_stats = from_stats | (_f32(params + P_TOP_P) < 1)
         if (flags & F_MEAN) != 0:
             moments = scratch + groups * MOMENTS
             mean = _mean(scratch, sums, moments, groups, largest, narrow_scale, total)
@@ -316,10 +331,15 @@ def _select(
             bracketed = wants_sum & (_f32(params + P_TOP_P) < 1) & (vocab >= BRACKETED)
             bracketed = bracketed & (later == 0)
             few = True
+            of_slab = -1
+            if LAW & SLAB:
+                if plain & (seen_nan == 0) & (top_k > 0) & (top_k < SLAB_SIZE):
+                    of_slab = _list_from_slab(row, place, top_k, bound, list_y, list_ids)
+                few = of_slab < 0
             if bracketed:
                 # Of flat rows nearly all groups reach the bound: none of them need be listed.
                 few = tl.sum((super_maxima >= bound).to(tl.int32)) <= SUPERS // 2
-            listed = MAX_GROUPS_READ + 1
+            listed = LISTED + 1  # more than are read
             if few:
                 listed = _list_groups(
                     super_maxima, scratch, scratch + groups * SUPER_LIST, group_list, bound,
@@ -336,28 +356,30 @@ def _select(
                     count = _list_checked_candidates(
                         row, group_list, listed, list_y, list_ids, bound, num_bias, num_bans
                     )
+            if LAW & SLAB:
+                count = tl.where(of_slab >= 0, of_slab, count)
             if (count <= TINY) & (later == 0):
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
-                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
-                    mean, z_bound, word, TINY, False,
+                    list_y, list_ids, count, largest, scale, params, top_k, from_stats, total,
+                    mean, z_bound, word, TINY, False, LAW,
                 )  # fmt: skip
                 kind = tl.where(complete != 0, DONE, BY_ROW)
             elif (count <= SHORT) & (later == 0):
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_list(
-                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
-                    mean, z_bound, word, SHORT, False,
+                    list_y, list_ids, count, largest, scale, params, top_k, from_stats, total,
+                    mean, z_bound, word, SHORT, False, LAW,
                 )  # fmt: skip
                 kind = tl.where(complete != 0, DONE, BY_ROW)
             elif (count <= MIDDLE) & (later == 0):
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
-                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
-                    mean, z_bound, word, MIDDLE, False,
+                    list_y, list_ids, count, largest, scale, params, top_k, from_stats, total,
+                    mean, z_bound, word, MIDDLE, False, LAW,
                 )  # fmt: skip
                 kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LONGER:
                 complete, token, highest, lowest, lowest_id, total, num_kept = _filter_long_list(
-                    list_y, list_ids, count, largest, scale, params, top_k, wants_sum, total,
-                    mean, z_bound, word, LONGER, True,
+                    list_y, list_ids, count, largest, scale, params, top_k, from_stats, total,
+                    mean, z_bound, word, LONGER, True, LAW,
                 )  # fmt: skip
                 kind = tl.where(complete != 0, DONE, BY_ROW)
             elif count <= LISTED:
@@ -441,19 +463,19 @@ def _bracket(
 def _finish_row(
     row, state, word, index, out, scratch, plan, flags, groups, stop_ids,
     bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids, recent_tokens, bans_at,
-    candidates_at, bins_at, penalties, SUPER: tl.constexpr,
+    candidates_at, bins_at, penalties, place, SUPER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """From a row's statistics to its token and its next state, or to a plan for `dense`: what is
     left to be done."""
     params, bias_ids, vocab = row[1], row[8], row[11]
-    wants_sum, wants_moment, _, scale = _wishes(flags, params)
+    wants_sum, wants_moment, _, scale = _wishes(flags, params, LAW)
     num_bias = tl.load(params + P_NUM_BIAS)
     num_bans = 0
     seen_nan = 0
     bans = scratch + bans_at
     if (flags & F_LISTS) != 0:
         num_bans = _list_bans(params, state, bans, stop_ids, bad_words, bad_word_length)
-    split, both = _split(flags, params, row, num_bias + num_bans)
+    split, both = _split(flags, params, row, num_bias + num_bans, LAW)
     sums = scratch + groups * SUMS
     first_scale = tl.where(wants_sum, scale, LOG2_E)
     wanted = wants_sum | ((flags & F_RAW) != 0)
@@ -503,16 +525,23 @@ def _finish_row(
             raw_total = tl.sum(raw_masses)
         kind, count, token, highest, lowest, lowest_id, total, num_kept = _select(
             row, scratch, params, super_maxima, masses, total, groups, vocab, num_bias, num_bans,
-            largest, word, plain, candidates_at, plan + PLAN_Z_BOUND, SUPER,
+            largest, word, plain, candidates_at, plan + PLAN_Z_BOUND, place, seen_nan, SUPER, LAW,
         )  # fmt: skip
     if kind == DONE:
         tl.debug_barrier()
-        _report(
-            row, out, params, state, scratch, flags, tl.where(seen_nan != 0, R_NAN, 0), token,
-            highest, lowest, lowest_id, total, num_kept, NORMAL, 0, largest, raw_total, groups,
-            vocab, num_bias, num_bans, split, both, candidates_at, stop_ids, given_ids,
-            max_logprobs, max_logprob_ids, recent_tokens, penalties, SUPER,
-        )  # fmt: skip
+        row_flags = tl.where(seen_nan != 0, R_NAN, 0)
+        if LAW & DECIDE:
+            _decide(
+                place, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
+                num_kept, NORMAL, 0, largest, raw_total, vocab, num_bias, num_bans,
+            )  # fmt: skip
+        else:
+            _report(
+                row, out, params, state, scratch, flags, row_flags, token, highest, lowest,
+                lowest_id, total, num_kept, NORMAL, 0, largest, raw_total, groups, vocab, num_bias,
+                num_bans, split, both, candidates_at, stop_ids, given_ids, max_logprobs,
+                max_logprob_ids, recent_tokens, penalties, SUPER,
+            )  # fmt: skip
     else:
         tl.store(plan + PLAN_BANS, num_bans)
         tl.store(plan + PLAN_NAN, seen_nan)
@@ -535,7 +564,13 @@ def _finish_row(
 
 
 @triton.jit(
-    do_not_specialize=(*INTEGERS, "max_requests", "bad_words", "bad_word_length"),
+    do_not_specialize=(
+        *INTEGERS,
+        "max_requests",
+        "bad_words",
+        "bad_word_length",
+        "offset_step",
+    ),
     do_not_specialize_on_alignment=POINTERS,
 )
 def finish(
@@ -543,12 +578,13 @@ def finish(
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
     bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
     bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
-    max_requests, bad_words, bad_word_length, SUPER: tl.constexpr, UNIT: tl.constexpr,
-    PDL: tl.constexpr,
+    max_requests, bad_words, bad_word_length, offset_step, SUPER: tl.constexpr, UNIT: tl.constexpr,
+    PDL: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """One row a program: from its groups' statistics to its token and its next state.
 
-    What is left of each row for `dense` stands behind the rows' scratch.
+    What is left of each row for `dense` stands behind the rows' scratch. offset_step: see
+    `_set_draw`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -575,6 +611,9 @@ def finish(
     if tl.program_id(0) == 0:
         tl.store(scratch + plan_at + PLAN_TILES_TAKEN, 0)
         tl.store(scratch + plan_at + PLAN_ROWS_TAKEN, 0)
+    rows = tl.num_programs(0)
+    if LAW & DECIDE:
+        _set_draw(kinds, rows, index, params, row_state, idle, offset_step, vocab)
     if idle:
         _write_idle(out, row_state, admitted, max_logprobs, max_logprob_ids)
         tl.store(kinds + index, DONE)
@@ -587,9 +626,10 @@ def finish(
             row_scratch, mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits,
             output_bits, counts_at,
         )  # fmt: skip
+        place = _slab(kinds, rows, index) if LAW & SLAB else _decision(kinds, rows, index)
         kind = _finish_row(
             row, row_state, word, index, out, row_scratch, row_scratch + plan_at, flags, groups,
             stop_ids, bad_words, bad_word_length, given_ids, max_logprobs, max_logprob_ids,
-            recent_tokens, bans_at, candidates_at, bins_at, penalties, SUPER,
+            recent_tokens, bans_at, candidates_at, bins_at, penalties, place, SUPER, LAW,
         )  # fmt: skip
         tl.store(kinds + index, kind)

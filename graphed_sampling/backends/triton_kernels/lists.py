@@ -10,8 +10,12 @@ from graphed_sampling.backends.triton_kernels.constants import (
     CHECK_ALLOWED,
     CHECK_GRAMMAR,
     CHECK_PENALTIES,
+    DECIDE,
     F_PROCESSED,
+    F_TOTAL,
     INF,
+    JOINT,
+    KEEP_TIES,
     LISTED,
     LONGER,
     NEG_INF,
@@ -24,6 +28,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_TYPICAL,
     ROUND,
     SHORT,
+    SLAB_SIZE,
+    TOLD_APART,
 )
 from graphed_sampling.backends.triton_kernels.groups import (
     _listed_tokens,
@@ -151,17 +157,59 @@ def _list_checked_candidates(row, group_list, listed, list_y, list_ids, bound, n
     )
 
 
+@triton.jit(noinline=True)
+def _list_from_slab(row, slab, top_k, bound, list_y, list_ids):
+    """List the top_k best of a row, and of them those with y >= bound, from its slab; their number,
+    -1 where the slab does not tell which they are: it goes by probabilities, which may be equal
+    where the logits are not. y is x."""
+    _, number, values, ids = slab
+    i = tl.arange(0, SLAB_SIZE)
+    inside = i < tl.load(number)
+    bits = tl.load(values + i, mask=inside, other=0)
+    order = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - tl.load(ids + i, mask=inside, other=0))
+    order = tl.sort(tl.where(inside, order, NOTHING), descending=True)
+    p = tl.where(order > NOTHING, (order >> 32).to(tl.int32), 0).to(tl.float32, bitcast=True)
+    last = tl.sum(tl.where(i == top_k - 1, p, 0.0))
+    after = tl.sum(tl.where(i == top_k, p, 0.0))
+    told = (tl.load(number) > top_k) & (last > after * TOLD_APART)
+    best = 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
+    kept = (i < top_k) & (order > NOTHING) & told
+    kept = kept & (_sanitised(row[0], best, kept) >= bound)
+    best = tl.sort(tl.where(kept, best, 0x7FFFFFFF))
+    count = tl.sum(kept.to(tl.int32))
+    _store_f32(list_y + i, _sanitised(row[0], best, i < count), mask=i < count)
+    tl.store(list_ids + i, best, mask=i < count)
+    tl.debug_barrier()
+    return tl.where(told, count, -1)
+
+
 @triton.jit
-def _sorted_cut(order, largest, scale, top_k, top_p, from_stats, stats_total):
+def _last(order, kept, LAW: tl.constexpr):
+    """The last of the kept in descending int64 `order`: or, of ties that are all kept, what none of
+    them comes after."""
+    last = tl.min(tl.where(kept, order, -NOTHING))
+    if LAW & KEEP_TIES:
+        last = (last >> 32) << 32
+    return last
+
+
+@triton.jit
+def _sorted_cut(
+    order, largest, scale, top_k, top_p, from_stats, stats_total, bounded, LAW: tl.constexpr
+):
     """The last that top_k and top_p keep of int64 `order`, and whether it holds the whole nucleus.
 
-    See `_filter_list`. Entries that count are above NOTHING.
+    See `_filter_list`. Entries that count are above NOTHING. bounded: other filters decided what is
+    listed, all of which counts.
     """
     order = tl.sort(order, descending=True)
     i = tl.arange(0, order.shape[0])
     kept = order > NOTHING
     if top_k > 0:
-        kept = kept & (i < top_k)
+        if LAW & KEEP_TIES:
+            kept = kept & (order >= _last(order, kept & (i < top_k), LAW))
+        else:
+            kept = kept & (i < top_k)
     complete = 1
     if top_p < 1:
         y = _from_key((order >> 32).to(tl.int32))
@@ -171,8 +219,10 @@ def _sorted_cut(order, largest, scale, top_k, top_p, from_stats, stats_total):
         inside = tl.max(up_to)
         target = _target(top_p, tl.where(from_stats, stats_total, inside))
         complete = (inside >= target).to(tl.int32)
+        if LAW & JOINT:
+            complete |= bounded.to(tl.int32)
         kept = kept & (up_to - q < target)
-    return tl.min(tl.where(kept, order, -NOTHING)), complete
+    return _last(order, kept, LAW), complete
 
 
 @triton.jit
@@ -196,8 +246,10 @@ def _cut(keys, q, kept, target):
 
 
 @triton.jit
-def _within_cut(keys, q, kept, target):
+def _within_cut(keys, q, kept, target, LAW: tl.constexpr):
     key, ties = _cut(keys, q, kept, target)
+    if LAW & KEEP_TIES:
+        ties = 0x7FFFFFFF
     tie = kept & (keys == key)
     return kept & ((keys > key) | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= ties)))
 
@@ -243,7 +295,7 @@ def _mean_z(z, q, total):
 @triton.jit
 def _filter_list(
     list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
-    stats_mean, z_bound, word, SIZE: tl.constexpr, LATER: tl.constexpr,
+    stats_mean, z_bound, word, SIZE: tl.constexpr, LATER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """All filters on a list, and the draw. LATER: those after top_p too.
 
@@ -262,6 +314,9 @@ def _filter_list(
     keys = _key(y)
     top_p = _f32(params + P_TOP_P)
     complete = 1
+    bounded = top_k < 0  # never: what lacks of the mass is in tokens that are not listed
+    if LAW & JOINT:
+        bounded = (tl.load(params + P_FLAGS) & F_TOTAL) == 0
 
     if (top_k > 0) | (top_p < 1):
         # y descending, then ids ascending.
@@ -269,19 +324,21 @@ def _filter_list(
         order = tl.where(kept, order, NOTHING)
         if SIZE <= LONGER:
             cut, complete = _sorted_cut(
-                order, largest, scale, top_k, top_p, from_stats, stats_total
+                order, largest, scale, top_k, top_p, from_stats, stats_total, bounded, LAW
             )
             kept = kept & (order >= cut)
         else:
             if (top_k > 0) & (top_k < count):
                 ones = tl.full([SIZE], 1, tl.int64)
-                kept = _within_cut(keys, ones, kept, tl.cast(top_k, tl.int64))
+                kept = _within_cut(keys, ones, kept, tl.cast(top_k, tl.int64), LAW)
             if top_p < 1:
                 inside = tl.sum(tl.where(kept, q, 0))
                 target = _target(top_p, tl.where(from_stats, stats_total, inside))
                 complete = (inside >= target).to(tl.int32)
+                if LAW & JOINT:
+                    complete |= bounded.to(tl.int32)
                 if inside >= target:
-                    kept = _within_cut(keys, q, kept, target)
+                    kept = _within_cut(keys, q, kept, target, LAW)
     if LATER:
         typical = _f32(params + P_TYPICAL)
         from_stats = from_stats & (top_p >= 1)
@@ -337,7 +394,10 @@ def _filter_list(
     highest = largest
     lowest = largest
     lowest_id = 0
-    if (tl.load(params + P_FLAGS) & F_PROCESSED) != 0:
+    wants_cut = (tl.load(params + P_FLAGS) & F_PROCESSED) != 0
+    if LAW & DECIDE:
+        wants_cut = total > 0
+    if wants_cut:
         highest = tl.max(tl.where(kept, y, NEG_INF))
         lowest = tl.min(tl.where(kept, y, INF))
         lowest_id = tl.max(tl.where(kept & (y == lowest), ids, -1))
@@ -349,9 +409,9 @@ def _filter_list(
 @triton.jit(noinline=True)
 def _filter_long_list(
     list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
-    stats_mean, z_bound, word, SIZE: tl.constexpr, LATER: tl.constexpr,
+    stats_mean, z_bound, word, SIZE: tl.constexpr, LATER: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     return _filter_list(
         list_y, list_ids, count, largest, scale, params, top_k, from_stats, stats_total,
-        stats_mean, z_bound, word, SIZE, LATER,
+        stats_mean, z_bound, word, SIZE, LATER, LAW,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     HAS_GIVEN,
     HAS_WORDS,
     INF,
+    JOINT,
     LOG2_E,
     NEG_INF,
     P_FREQUENCY,
@@ -27,6 +28,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
     P_REPETITION,
     P_SCALE,
     P_SEED,
+    P_TOP_P,
     POSITIVE_INFINITY,
     S_POSITION,
 )
@@ -48,11 +50,13 @@ def _checks(flags, mode, given):
 
 
 @triton.jit
-def _wishes(flags, params):
+def _wishes(flags, params, LAW: tl.constexpr):
     """What `stream` has to compute for a row: sums at its temperature; sums of weight * z; sums of
     the raw logits. Raw and processed logits have statistics of their own where masks or penalties
     count, and only sums of their own where just the temperature does: see `_split`."""
     wants_sum = (flags & F_TOTAL) != 0
+    if LAW & JOINT:
+        wants_sum = wants_sum | (_f32(params + P_TOP_P) < 1)
     wants_raw = (flags & F_RAW) != 0
     scale = _f32(params + P_SCALE)
     return wants_sum, (flags & F_MEAN) != 0, wants_raw, scale
@@ -187,8 +191,8 @@ def _row_word(params, state, words, given, mode, index):
 
 
 @triton.jit
-def _split(flags, params, row, num_listed):
+def _split(flags, params, row, num_listed, LAW: tl.constexpr):
     """Whether raw and processed logits have statistics of their own; or sums only. num_listed: how
     many logits bias and bans change."""
-    wants_sum, _, wants_raw, scale = _wishes(flags, params)
+    wants_sum, _, wants_raw, scale = _wishes(flags, params, LAW)
     return (num_listed > 0) | (row[7] != 0), wants_sum & wants_raw & (scale != LOG2_E)

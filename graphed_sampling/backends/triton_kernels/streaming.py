@@ -185,7 +185,7 @@ def stream(
     scratch, scratch_32, mode, vocab_units, groups_64, params_words, state_words, output_words,
     bias_ids, bias_values, stop_ids, given_ids, max_logprobs, max_logprob_ids, recent_tokens,
     bans_at, plan_at, candidates_at, bins_at, prompt_bits, output_bits, counts_at, penalties,
-    max_requests, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    max_requests, SUPER: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row: its groups' maxima and sums. Grid: rows, tiles.
 
@@ -206,7 +206,7 @@ def stream(
         slot = given_slot.to(tl.int64)
         params = all_params + slot * params_words
         flags = tl.load(params + P_FLAGS)
-        wants_sum, wants_moment, wants_raw, scale = _wishes(flags, params)
+        wants_sum, wants_moment, wants_raw, scale = _wishes(flags, params, LAW)
         finished = tl.load(state + slot * state_words + S_FINISH_REASON) != 0
         logits_row = logits + index * stride * UNIT
         if UNIT > 1:

@@ -10,6 +10,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     F_GREEDY,
     FLT_MAX,
     INF,
+    JOINT,
+    KEEP_TIES,
     NEG_INF,
     NORMAL,
     ONE,
@@ -77,7 +79,7 @@ def _row_sums(
 @triton.jit(noinline=True)
 def _row_cut(
     row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id, scale,
-    target, by_count,
+    target, by_count, LAW: tl.constexpr,
 ):  # fmt: skip
     """`_cut` over a row: the new lowest, lowest_id."""
     low = tl.maximum(
@@ -101,14 +103,17 @@ def _row_cut(
     z = (cut.to(tl.float64) - highest.to(tl.float64)) * scale
     each = tl.where(by_count, tl.full((), 1, tl.int64), tl.maximum(_masses(_exp2(z)), 1))
     ties = (target - tl.where(by_count, number.to(tl.int64), mass) + each - 1) // each
-    seen = tl.full((), 0, tl.int64)
-    cut_id = -1
-    for first in range(0, vocab, ROW_TILE):
-        y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
-        tie = _survives(y, ids, highest, lowest, lowest_id) & (y == cut)
-        position = seen + tl.cumsum(tie.to(tl.int64), 0)
-        cut_id = tl.maximum(cut_id, tl.max(tl.where(tie & (position <= ties), ids, -1)))
-        seen += tl.sum(tie.to(tl.int64))
+    if LAW & KEEP_TIES:
+        cut_id = vocab
+    else:
+        seen = tl.full((), 0, tl.int64)
+        cut_id = -1
+        for first in range(0, vocab, ROW_TILE):
+            y, ids = _tile_y(row, first, vocab, num_bias, num_bans, special, fallback)
+            tie = _survives(y, ids, highest, lowest, lowest_id) & (y == cut)
+            position = seen + tl.cumsum(tie.to(tl.int64), 0)
+            cut_id = tl.maximum(cut_id, tl.max(tl.where(tie & (position <= ties), ids, -1)))
+            seen += tl.sum(tie.to(tl.int64))
     return cut, cut_id
 
 
@@ -221,7 +226,9 @@ def _draw_from_row(
 
 
 @triton.jit
-def _dense_row(row, params, vocab, num_bias, num_bans, special, fallback, largest, word):
+def _dense_row(
+    row, params, vocab, num_bias, num_bans, special, fallback, largest, word, LAW: tl.constexpr
+):
     """All filters over a row, and the draw: (token, highest, lowest, lowest_id, total, num_kept).
 
     largest: of y, after `_special`.
@@ -234,7 +241,13 @@ def _dense_row(row, params, vocab, num_bias, num_bans, special, fallback, larges
     if (flags & F_GREEDY) != 0:
         lowest, lowest_id = _row_cut(
             row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
-            scale, tl.full((), 1, tl.int64), True,
+            scale, tl.full((), 1, tl.int64), True, 0,
+        )  # fmt: skip
+    of_all = tl.full((), 0, tl.int64)
+    if LAW & JOINT:
+        _number_of_all, of_all, _moment_of_all = _row_sums(
+            row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
+            scale, -0x80000000,
         )  # fmt: skip
     sigma = _f32(params + P_SIGMA)
     if (sigma > 0) & (special == NORMAL):
@@ -252,7 +265,7 @@ def _dense_row(row, params, vocab, num_bias, num_bans, special, fallback, larges
         if number > top_k:
             lowest, lowest_id = _row_cut(
                 row, vocab, num_bias, num_bans, special, fallback, highest, lowest,
-                lowest_id, scale, top_k.to(tl.int64), True,
+                lowest_id, scale, top_k.to(tl.int64), True, LAW,
             )  # fmt: skip
     top_p = _f32(params + P_TOP_P)
     if top_p < 1:
@@ -260,9 +273,12 @@ def _dense_row(row, params, vocab, num_bias, num_bans, special, fallback, larges
             row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
             scale, -0x80000000,
         )  # fmt: skip
+        target = _target(top_p, total)
+        if LAW & JOINT:
+            target = tl.minimum(_target(top_p, of_all), total)
         lowest, lowest_id = _row_cut(
             row, vocab, num_bias, num_bans, special, fallback, highest, lowest, lowest_id,
-            scale, _target(top_p, total), False,
+            scale, target, False, LAW,
         )  # fmt: skip
     typical = _f32(params + P_TYPICAL)
     if typical < 1:
