@@ -446,9 +446,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   }
   if (wishes.split) {
     __syncthreads();
-    for (int i = tile; i < end_tile; i += kWarps) {
-      stream_checked_tile<Logits>(task.row, wishes, i, lane, at);
-    }
+    stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);
   } else {
     stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
   }

@@ -133,7 +133,7 @@ class Arguments:
         ("grammar_bitmask", lambda _: torch.zeros(2, 1, dtype=torch.int32), "grammar_bitmask"),
         (
             "grammar_bitmask",
-            lambda _: torch.zeros(2, 8, dtype=torch.int32)[:, ::2],
+            lambda _: torch.zeros(8, 2, dtype=torch.int32).T,
             "the last dimension contiguous",
         ),
         ("given", lambda _: torch.zeros(1, dtype=torch.int32), "given must be"),

@@ -81,17 +81,6 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
   return loaded;
 }
 
-// Of values a lane, each the part of another group, the largest among the lanes that share them.
-__device__ inline void maxima_of_groups(float (&maxima)[kAtOnce]) {
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-      maxima[i] = fmaxf(maxima[i], __shfl_xor_sync(kAllLanes, maxima[i], step));
-    }
-  }
-}
-
 // Over the 8 lanes that share groups, of the values that are numbered as the lane is, what
 // combine(a, b) makes of them: each exchange halves how many a lane still has.
 template <class Combine>
@@ -117,32 +106,12 @@ __device__ inline float sum_of_groups(const float (&values)[kAtOnce], int lane) 
   return over_groups(values, lane, [](float a, float b) { return a + b; });
 }
 
-// The one of the values that is numbered as the lane is.
-__device__ inline float value_of_lane(const float (&values)[kAtOnce], int lane) {
-  float value = values[0];
-#pragma unroll
-  for (int i = 1; i < kAtOnce; ++i) value = lane % kAtOnce == i ? values[i] : value;
-  return value;
-}
-
 // The group whose value that is, where the pieces begin with `first`. Two lanes have each, and one
 // of them writes it.
 __device__ inline int group_of_lane(int tile, int first, int lane) {
   return tile * kGroupsOfTile + (first + lane % kAtOnce) * (kWarp / kPieces) + lane / kPieces;
 }
 __device__ inline bool lane_writes(int lane) { return lane % kPieces < kAtOnce; }
-
-// NaN where a logit is NaN or +inf.
-template <class Logits>
-__device__ inline float sum_of_piece(const Pack<Logits>& pack, float maximum, float scale) {
-  float x[kPiece];
-  Logits::unpack(pack.words, x);
-  const float base = finite_or_zero(maximum);
-  float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < kPiece; ++i) sums[i % 2] += ex2_approx(z_of(x[i], base, scale));
-  return sums[0] + sums[1];
-}
 
 __device__ inline float moment_of_one(float y, float base, float scale) {
   const float z = z_of(y, base, scale);
@@ -292,117 +261,187 @@ __device__ inline void stream_tiles(const Source& source, const Wishes wishes, f
   if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
 
+// Of a lane's tokens of a set a bit each: those that no mask bans and that were not seen before,
+// those that were, and which of all were in the output.
+struct SetBits {
+  uint32_t clear, seen, in_output;
+};
+
+template <class Logits>
+__device__ inline void load_checked_set(const Row& row, int tile, int number, int whole, int lane,
+                                        Set<Logits>& set, SetBits& bits) {
+  if (tile < whole) {
+    set = load_set<Logits>(row, tile, number, lane);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      set.packs[i] = load_pack<Logits>(row, tile_first(tile, number * kAtOnce + i, lane));
+    }
+  }
+  bits = {0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const PieceBits piece = piece_bits(row, tile_first(tile, number * kAtOnce + i, lane));
+    bits.clear |= (piece.allowed & ~piece.seen) << (kPiece * i);
+    bits.seen |= (piece.allowed & piece.seen) << (kPiece * i);
+    bits.in_output |= piece.in_output << (kPiece * i);
+  }
+}
+
 // Tokens of a lane that were seen before, by piece: what they weigh relative to their largest.
 struct Seen {
   float maxima[kAtOnce], sums[kAtOnce], moments[kAtOnce];
 };
 
-// The same of a row in which masks or penalties count, or whose y the lists will change later.
+// They are few: each lane takes its own one after the other.
 template <class Logits>
-__device__ __noinline__ void stream_checked_tile(const Row& row, const Wishes wishes, int tile,
-                                                 int lane, const Statistics at) {
+__device__ inline Seen weigh_seen(const Row& row, const Wishes wishes, const SetBits& bits,
+                                  int tile, int number, int lane) {
+  Seen seen;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    seen.maxima[i] = kNegInf;
+    seen.sums[i] = seen.moments[i] = 0.0f;
+  }
 #pragma unroll 1
-  for (int first = 0; first < kPieces; first += kAtOnce) {
-    Set<Logits> set;
-    auto& packs = set.packs;
-    uint32_t clear = 0, seen = 0, in_output = 0;  // of each piece 8 bits
+  for (uint32_t left = bits.seen; left != 0; left &= left - 1) {
+    const int bit = __ffs(static_cast<int>(left)) - 1;
+    const int token = tile_first(tile, number * kAtOnce + bit / kPiece, lane) + bit % kPiece;
+    const float x = load_logit<Logits>(row, token);
+    if (x == kNegInf) continue;
+    const float y = settled(x, penalised(row, x, token, (bits.in_output >> bit & 1) != 0));
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      packs[i] = load_pack<Logits>(row, tile_first(tile, first + i, lane));
-      const PieceBits bits = piece_bits(row, tile_first(tile, first + i, lane));
-      clear |= (bits.allowed & ~bits.seen) << (8 * i);
-      seen |= (bits.allowed & bits.seen) << (8 * i);
-      in_output |= bits.in_output << (8 * i);
-    }
-    float maxima[kAtOnce], parts[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(packs[i].words);
-    maxima_of_groups(maxima);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) parts[i] = sum_of_piece(packs[i], maxima[i], kLog2E);
-    const float raw_sum = sum_of_groups(parts, lane);
-    const float raw_maximum = value_of_lane(maxima, lane);
-    renew_all(set);
-
-    // Tokens that were seen are few: each lane takes its own one after the other.
-    Seen of_seen;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      of_seen.maxima[i] = kNegInf;
-      of_seen.sums[i] = of_seen.moments[i] = 0.0f;
-    }
-    const bool any_seen = __any_sync(kAllLanes, seen != 0) != 0;
-    for (uint32_t left = seen; left != 0; left &= left - 1) {
-      const int bit = __ffs(static_cast<int>(left)) - 1;
-      const int token = tile_first(tile, first + bit / 8, lane) + bit % 8;
-      const float x = load_logit<Logits>(row, token);
-      if (x == kNegInf) continue;
-      const float y = settled(x, penalised(row, x, token, (in_output >> bit & 1) != 0));
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (bit / 8 != i) continue;
-        const float largest = fmaxf(of_seen.maxima[i], y);
-        if (wishes.total) {
-          const float z = z_of(of_seen.maxima[i], largest, row.scale);
-          const float weight = ex2_approx(z), y_z = z_of(y, largest, row.scale);
-          if (wishes.mean) {
-            of_seen.moments[i] =
-                (z < -126.0f ? 0.0f : (of_seen.moments[i] + of_seen.sums[i] * z) * weight) +
-                moment_of_one(y, largest, row.scale);
-          }
-          of_seen.sums[i] = of_seen.sums[i] * weight + ex2_approx(y_z);
-        }
-        of_seen.maxima[i] = largest;
-      }
-    }
-
-    float moments[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float y[kPiece];
-      Logits::unpack(packs[i].words, y);
-      maxima[i] = of_seen.maxima[i];
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        if ((clear >> (8 * i + j) & 1) != 0) maxima[i] = fmaxf(maxima[i], y[j]);
-      }
-    }
-    maxima_of_groups(maxima);
-    const float maximum = value_of_lane(maxima, lane);
-    const int group = group_of_lane(tile, first, lane);
-    const bool writes = lane_writes(lane);
-    if (writes) {
-      at.maxima[group] = raw_sum != raw_sum ? kInf : maximum + 0.0f;
-      at.raw_maxima[group] = raw_maximum + 0.0f;
-      at.raw_sums[group] = raw_sum;
-    }
-    if (!wishes.total) continue;
-    renew_all(set);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float y[kPiece];
-      Logits::unpack(packs[i].words, y);
-      const float base = finite_or_zero(maxima[i]);
-      parts[i] = moments[i] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        const float value = (clear >> (8 * i + j) & 1) != 0 ? y[j] : kNegInf;
-        parts[i] += ex2_approx(z_of(value, base, row.scale));
-        if (wishes.mean) moments[i] += moment_of_one(value, base, row.scale);
-      }
-      if (any_seen) {
-        const float z = z_of(of_seen.maxima[i], base, row.scale);
+      if (bit / kPiece != i) continue;
+      const float largest = fmaxf(seen.maxima[i], y);
+      if (wishes.total) {
+        const float z = z_of(seen.maxima[i], largest, row.scale);
         const float weight = ex2_approx(z);
-        parts[i] += of_seen.sums[i] * weight;
-        moments[i] += z < -126.0f ? 0.0f : (of_seen.moments[i] + of_seen.sums[i] * z) * weight;
+        if (wishes.mean) {
+          seen.moments[i] =
+              (z < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z) * weight) +
+              moment_of_one(y, largest, row.scale);
+        }
+        seen.sums[i] = seen.sums[i] * weight + ex2_approx(z_of(y, largest, row.scale));
+      }
+      seen.maxima[i] = largest;
+    }
+  }
+  return seen;
+}
+
+// A set of a row in which masks or penalties count, or whose y the lists will change later.
+template <class Logits>
+__device__ inline void stream_checked_set(const Row& row, const Wishes wishes, int tile, int number,
+                                          int lane, Set<Logits>& set, const SetBits& bits,
+                                          const Statistics& at) {
+  const auto max_of = [](float a, float b) { return fmaxf(a, b); };
+  const auto base_of = [](float mine) {
+    return finite_or_zero(from_key(__reduce_max_sync(kAllLanes, key_of(mine + 0.0f))));
+  };
+  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const bool writes = lane_writes(lane);
+  float maxima[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
+  const float raw_base =
+      base_of(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])));
+  const float raw_maximum = over_groups(maxima, lane, max_of) + 0.0f;
+  renew_all(set);
+  const Exponents raw_exponents(raw_base, kLog2E);
+  const float raw_sum = raw_exponents.wide
+                            ? group_sum<true>(set, raw_exponents, raw_maximum, lane)
+                            : group_sum<false>(set, raw_exponents, raw_maximum, lane);
+  renew_all(set);
+
+  const Seen seen = weigh_seen<Logits>(row, wishes, bits, tile, number, lane);
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    float y[kPiece];
+    Logits::unpack(set.packs[i].words, y);
+    maxima[i] = seen.maxima[i];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      maxima[i] = fmaxf(maxima[i], (bits.clear >> (kPiece * i + j) & 1) != 0 ? y[j] : kNegInf);
+    }
+  }
+  float base = base_of(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])));
+  if (base == kInf) {
+    // Lists may ban that token yet, and the other groups' weights then count.
+    float finite = kNegInf;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float y[kPiece];
+      Logits::unpack(set.packs[i].words, y);
+      if (seen.maxima[i] < kInf) finite = fmaxf(finite, seen.maxima[i]);
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        if ((bits.clear >> (kPiece * i + j) & 1) != 0 && y[j] < kInf) finite = fmaxf(finite, y[j]);
       }
     }
-    const float sum = sum_of_groups(parts, lane);
-    if (writes) at.sums[group] = sum;
-    if (wishes.mean) {
-      const float moment = sum_of_groups(moments, lane);
-      if (writes) at.moments[group] = moment;
+    base = base_of(finite);
+  }
+  const float maximum = over_groups(maxima, lane, max_of) + 0.0f;
+  if (writes) {
+    at.maxima[group] = raw_sum != raw_sum ? kInf : maximum;
+    at.raw_maxima[group] = raw_maximum;
+    at.raw_sums[group] = raw_sum;
+  }
+  if (!wishes.total) return;
+  renew_all(set);
+  const Exponents exponents(base, row.scale);
+  float parts[kAtOnce], moments[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    float y[kPiece];
+    Logits::unpack(set.packs[i].words, y);
+    const float z_of_seen = exponents.z(seen.maxima[i]);
+    const float of_seen = ex2_approx(z_of_seen);
+    parts[i] = seen.sums[i] * of_seen;
+    moments[i] = z_of_seen < -126.0f
+                     ? 0.0f
+                     : (seen.moments[i] + seen.sums[i] * z_of_seen) * of_seen;
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      const bool clear = (bits.clear >> (kPiece * i + j) & 1) != 0;
+      const float z = clear ? exponents.z(y[j]) : kNegInf;
+      const float weight = ex2_approx(z);
+      parts[i] += weight;
+      if (wishes.mean) moments[i] += z < -126.0f ? 0.0f : weight * z;
     }
+  }
+  const Rebased rebased = exponents.rebased(maximum);
+  const float sum = sum_of_groups(parts, lane);
+  if (writes) at.sums[group] = sum * rebased.factor;
+  if (wishes.mean) {
+    const float moment = sum_of_groups(moments, lane);
+    if (writes) at.moments[group] = (moment - rebased.z * sum) * rebased.factor;
+  }
+}
+
+// A warp's tiles of such a row, each set on its way while it works on the one before. whole: as
+// above.
+template <class Logits>
+__device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
+                                                  int step, int end, int whole, int lane,
+                                                  const Statistics at) {
+  if (tile >= end) return;
+  Set<Logits> set, next_set;
+  SetBits bits, next_bits;
+  int number = 0;
+  load_checked_set(row, tile, number, whole, lane, set, bits);
+#pragma unroll 1
+  while (tile < end) {
+    const bool last = number == kSets - 1;
+    const int next_tile = last ? tile + step : tile, next_number = last ? 0 : number + 1;
+    if (next_tile < end) {
+      load_checked_set(row, next_tile, next_number, whole, lane, next_set, next_bits);
+    }
+    stream_checked_set(row, wishes, tile, number, lane, set, bits, at);
+    set = next_set;
+    bits = next_bits;
+    tile = next_tile;
+    number = next_number;
   }
 }
 
