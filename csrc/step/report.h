@@ -224,14 +224,16 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
     normaliser.log = log_mass(selection.total);
   } else if (wants_logprob || wants_rank || n > 0 || num_given > 0) {
     int64_t total = task.raw_total;
-    if (total < 0) {
+    if (task.raw_known) {
+      normaliser.largest = task.raw_largest;
+    } else if (total < 0) {
       const bool apart = task.wishes.split || task.wishes.both;
       const float* sums = apart ? task.at.raw_sums : task.at.sums;
       normaliser.largest = largest_of(shared, block, values);
       const float scale = apart || !task.wishes.total ? kLog2E : row.scale;
       total = mass_of_groups(shared, block, values, sums, normaliser.largest, scale);
     }
-    normaliser.log = log_mass(total);
+    normaliser.log = task.raw_known ? shared.raw_log : log_mass(total);
   }
 
   for (int i = thread; i < layout.max_logprobs; i += kThreads) {

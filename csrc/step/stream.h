@@ -60,6 +60,11 @@ __device__ inline void renew_all(Set<Logits>& set) {
   }
 }
 
+// How many of a row's tiles load_set() is for: all or none.
+__device__ inline int tiles_to_load(const Source& source) {
+  return source.aligned && source.vocab % kPiece == 0 ? (source.vocab + kTile - 1) / kTile : 0;
+}
+
 // A set of a row that is aligned and ends with a whole piece. What lies after it is -inf.
 template <class Logits>
 __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, int lane) {
@@ -124,18 +129,18 @@ struct Rebased {
   float factor, z;
 };
 
+// Below it differences that fp32 does not hold have exponents that count.
+constexpr float kLeastScale = 1e-30f;
+
 // Exponents of a set's weights at one temperature. They start from the largest token of the whole
-// set: a group far below it has weights that are nothing to the row either.
+// set: a group far below it has weights that are nothing to the row either. Equals of the largest
+// weigh 1, so that rows of equals add up to whole numbers.
 struct Exponents {
   float base, scale;
-  float offset;  // base * scale, rounded: an error that all weights of the set share
-  bool wide;     // whether that error could be more than a half
 
-  __device__ Exponents(float base_, float scale_)
-      : base(base_), scale(scale_), offset(base_ * scale_), wide(!(fabsf(offset) < 8388608.0f)) {}
-
-  __device__ float narrow_z(float x) const { return __fmaf_rn(x, scale, -offset); }
-  __device__ float z(float x) const { return wide ? z_of(x, base, scale) : narrow_z(x); }
+  __device__ bool wide() const { return scale < kLeastScale; }
+  __device__ float narrow_z(float x) const { return (x - base) * scale; }
+  __device__ float z(float x) const { return wide() ? z_of(x, base, scale) : narrow_z(x); }
   __device__ Rebased rebased(float maximum) const {
     const float of_maximum = maximum == kNegInf ? 0.0f : z(maximum);
     return {ex2_approx(fminf(-of_maximum, 126.0f)), of_maximum};
@@ -182,10 +187,9 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
   return sum_of_groups(parts, lane) * rebased.factor - rebased.z * sum;
 }
 
-// A set, of a row in which y is the logit. Whether exponents were wide, which all is for that
-// knows; it knows means too.
+// A set, of a row in which y is the logit. kAll: whether exponents may be wide, and means wanted.
 template <bool kAll, class Logits>
-__device__ inline bool stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
+__device__ inline void stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
                                   Set<Logits>& set, const Statistics& at) {
   float maxima[kAtOnce];
 #pragma unroll
@@ -197,26 +201,22 @@ __device__ inline bool stream_set(const Wishes wishes, float scale, int tile, in
   const int group = group_of_lane(tile, number * kAtOnce, lane);
   const bool writes = lane_writes(lane);
   renew_all(set);
-  const Exponents exponents(base, wishes.total ? scale : kLog2E);
+  const Exponents exponents = {base, wishes.total ? scale : kLog2E};
   const float sum = group_sum<kAll>(set, exponents, maximum, lane);
   if (writes) {
     at.maxima[group] = sum != sum ? kInf : maximum;
     at.sums[group] = sum;
   }
-  bool wide = exponents.wide;
   if (wishes.both) {
     renew_all(set);
-    const Exponents raw_exponents(base, kLog2E);
-    const float raw_sum = group_sum<kAll>(set, raw_exponents, maximum, lane);
+    const float raw_sum = group_sum<false>(set, Exponents{base, kLog2E}, maximum, lane);
     if (writes) at.raw_sums[group] = raw_sum;
-    wide = wide || raw_exponents.wide;
   }
   if (kAll && wishes.mean) {
     renew_all(set);
     const float moment = group_moment(set, exponents, maximum, sum, lane);
     if (writes) at.moments[group] = moment;
   }
-  return wide;
 }
 
 // Any tiles of a warp, `step` apart.
@@ -245,19 +245,17 @@ template <class Logits>
 __device__ inline void stream_tiles(const Source& source, const Wishes wishes, float scale,
                                     int tile, int step, int end, int whole, int lane,
                                     Set<Logits> (&sets)[kSets], const Statistics& at) {
-  const int first = tile, last = wishes.mean ? 0 : min(end, whole);
-  bool again = false;
+  const int last = wishes.mean || scale < kLeastScale ? 0 : min(end, whole);
 #pragma unroll 1
   while (tile < last) {
     const int next = tile + step;
 #pragma unroll
     for (int i = 0; i < kSets; ++i) {
-      again = stream_set<false>(wishes, scale, tile, i, lane, sets[i], at) || again;
+      stream_set<false>(wishes, scale, tile, i, lane, sets[i], at);
       if (next < last) sets[i] = load_set<Logits>(source, next, i, lane);
     }
     tile = next;
   }
-  if (again) tile = first;
   if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
 
@@ -318,9 +316,8 @@ __device__ inline Seen weigh_seen(const Row& row, const Wishes wishes, const Set
         const float z = z_of(seen.maxima[i], largest, row.scale);
         const float weight = ex2_approx(z);
         if (wishes.mean) {
-          seen.moments[i] =
-              (z < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z) * weight) +
-              moment_of_one(y, largest, row.scale);
+          seen.moments[i] = (z < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z) * weight) +
+                            moment_of_one(y, largest, row.scale);
         }
         seen.sums[i] = seen.sums[i] * weight + ex2_approx(z_of(y, largest, row.scale));
       }
@@ -344,14 +341,10 @@ __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, i
   float maxima[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float raw_base =
-      base_of(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])));
+  const float raw_base = base_of(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])));
   const float raw_maximum = over_groups(maxima, lane, max_of) + 0.0f;
   renew_all(set);
-  const Exponents raw_exponents(raw_base, kLog2E);
-  const float raw_sum = raw_exponents.wide
-                            ? group_sum<true>(set, raw_exponents, raw_maximum, lane)
-                            : group_sum<false>(set, raw_exponents, raw_maximum, lane);
+  const float raw_sum = group_sum<false>(set, Exponents{raw_base, kLog2E}, raw_maximum, lane);
   renew_all(set);
 
   const Seen seen = weigh_seen<Logits>(row, wishes, bits, tile, number, lane);
@@ -389,7 +382,7 @@ __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, i
   }
   if (!wishes.total) return;
   renew_all(set);
-  const Exponents exponents(base, row.scale);
+  const Exponents exponents = {base, row.scale};
   float parts[kAtOnce], moments[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
@@ -398,9 +391,8 @@ __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, i
     const float z_of_seen = exponents.z(seen.maxima[i]);
     const float of_seen = ex2_approx(z_of_seen);
     parts[i] = seen.sums[i] * of_seen;
-    moments[i] = z_of_seen < -126.0f
-                     ? 0.0f
-                     : (seen.moments[i] + seen.sums[i] * z_of_seen) * of_seen;
+    moments[i] =
+        z_of_seen < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z_of_seen) * of_seen;
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
       const bool clear = (bits.clear >> (kPiece * i + j) & 1) != 0;

@@ -5,6 +5,7 @@
 
 #include "../common/philox.h"
 #include "../sample_step.h"
+#include "repair.h"
 #include "report.h"
 
 namespace graphed_sampling {
@@ -76,11 +77,6 @@ __device__ inline float weight_of_owned(const Owned& owned, const float* maxima,
     }
   });
   return weight;
-}
-
-// By how much the logarithm of such a sum, to the base 2, is too large.
-__device__ inline float excess_of(const Exponents& exponents) {
-  return exponents.narrow_z(exponents.base);
 }
 
 // The bin in which what lies in the bins before it and in it reaches `needed`; kBins if all of them
@@ -288,8 +284,7 @@ __device__ inline double log_of_parts(const Shared& shared) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += shared.raw_parts[i];
-  const float excess = excess_of(Exponents(shared.task.raw_largest, kLog2E));
-  return (static_cast<double>(lg2_approx(sum)) - static_cast<double>(excess)) * kLn2;
+  return static_cast<double>(lg2_approx(sum)) * kLn2;
 }
 
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
@@ -319,18 +314,17 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   const bool unfiltered = wishes.total && top_p >= 1.0f;
   if (unfiltered && thread == kThreads - 1) task.word = draw_word();
   // As many maxima as threads that have tokens are not below the lowest of theirs.
-  const Range range = block.range(mine > kNegInf ? mine : kInf, mine);
-  const float largest = range.high;
-  float raw_largest = largest;
+  Range range = block.range(mine > kNegInf ? mine : kInf, mine);
+  float raw_largest = range.high;
   if (wishes.raw && wishes.split) {
     owned.each([&](int, int group) {
       mine_raw = fmaxf(mine_raw, vector_now(task.at.raw_maxima + group).largest());
     });
     raw_largest = block.max(mine_raw);
   }
-  // Not without tokens, infinities, and products that are.
-  const Exponents exponents(largest, row.scale), raw_exponents(raw_largest, kLog2E);
-  if (!(fabsf(largest) < kFltMax) || exponents.wide || raw_exponents.wide) return false;
+  // Not without tokens, and not with infinities.
+  const Exponents raw_exponents = {raw_largest, kLog2E};
+  if (!(fabsf(range.high) < kInf)) return false;
 
   // Each warp's part of the raw weights: they are added up when they are asked for.
   if (wishes.raw) {
@@ -341,9 +335,21 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     for (int step = 1; step < kWarp; step *= 2) part += __shfl_xor_sync(kAllLanes, part, step);
     if (lane == 0) shared.raw_parts[block.warp()] = part;
   }
+  if (row.has(kLists)) {
+    // From here on the statistics are those of y.
+    use_lists(block);
+    repair_listed<Logits>(shared, block);
+    mine = kNegInf;
+    owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
+    range = block.range(mine > kNegInf ? mine : kInf, mine);
+  }
+  const float largest = range.high;
+  const Exponents exponents = {largest, row.scale};
+  if (!(fabsf(largest) < kInf) || exponents.wide()) return false;
   if (thread == 0) {
     task.largest = largest;
     task.raw_largest = raw_largest;
+    task.raw_known = wishes.raw;
     *task.by_row = 0;
   }
 
@@ -407,8 +413,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       float low = range.low, unit = 0.0f;
       uint32_t needed = static_cast<uint32_t>(most);
       if (wishes.total) {
-        const float of_largest = block.total(weight_of_owned(owned, maxima, sums, exponents)) *
-                                 ex2_approx(-excess_of(exponents));
+        const float of_largest = block.total(weight_of_owned(owned, maxima, sums, exponents));
         total = static_cast<int64_t>(of_largest * static_cast<float>(kOne));
         // Weights of groups in units of 2**-30 of the total, none rounded up. Groups below the
         // bound may hold 15/16 of what top_p leaves out; the rest is for tokens below it in others.
@@ -460,7 +465,6 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     if (thread == kThreads - 1) {
       task.word = draw_word();
       task.total = total;
-      task.raw_total = -1;
       if (wishes.raw) shared.raw_log = log_of_parts(shared);
     }
     __syncthreads();
@@ -499,10 +503,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     if (block.warp() == 0) report_by_warp<Logits>(out, tables, selection, top_n, listed, stop);
     return true;
   }
-  if (thread == 0) {
-    shared.selection = selection;
-    task.raw_total = -1;
-  }
+  if (thread == 0) shared.selection = selection;
   __syncthreads();
   selection = shared.selection;
   report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
