@@ -291,9 +291,12 @@ def test_it_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cuda.unusable(CUDA) == reason
 
 
-def test_auto_does_not_choose_it_yet() -> None:
+def test_auto_takes_it_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.resolve("auto", CPU) == "cpu"
-    assert backends.NAMES.index("cuda") > backends.NAMES.index("triton")
+    monkeypatch.setattr(cuda, "unusable", lambda _: "")
+    assert backends.resolve("auto", CUDA) == "cuda"
+    monkeypatch.setattr(cuda, "unusable", lambda _: "the library is missing")
+    assert backends.resolve("auto", CUDA) != "cuda"
 
 
 # Barriers.

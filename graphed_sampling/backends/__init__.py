@@ -32,7 +32,7 @@ from torch import Tensor
 from torch import device as Device
 from torch.cuda import is_available as has_gpu
 
-NAMES = ("cpu", "triton", "torch", "cuda", "flashinfer")
+NAMES = ("cpu", "cuda", "triton", "torch", "flashinfer")
 """Every backend, in the order in which `auto` tries them."""
 
 
@@ -70,8 +70,8 @@ def with_options(name: str, options: Mapping[str, str]) -> str:
 def resolve(name: str, device: Device) -> str:
     """The name of the backend that serves `device`; "auto" takes the first that is usable."""
     if name == "auto":
-        # On the CPU Triton only runs in its interpreter, which is for those who ask for it.
-        names = [n for n in NAMES if n != "triton" or device.type != "cpu"]
+        # On the CPU these only run in an interpreter and an emulation, for those who ask for them.
+        names = [n for n in NAMES if n not in ("cuda", "triton") or device.type != "cpu"]
         names.remove("flashinfer")  # it lacks what a request may need
         return next(n for n in names if not module(n).unusable(device))
     reason = module(name).unusable(device)

@@ -18,7 +18,7 @@ from graphed_sampling._build_info import build_info
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "cuda"
-CHOSEN_FOR: Final = "nobody yet: it is new, and has not been measured"
+CHOSEN_FOR: Final = "tables on a GPU for which the native library is built"
 REFUSES: Final[frozenset[str]] = frozenset()
 
 # The geometry and the scratch of csrc: tokens of a group and groups of a tile; words of a row, of a

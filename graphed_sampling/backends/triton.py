@@ -24,7 +24,7 @@ from torch import Tensor
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "triton"
-CHOSEN_FOR: Final = "tables on a GPU, where Triton is installed"
+CHOSEN_FOR: Final = "tables on other GPUs, where Triton is installed"
 REFUSES: Final[frozenset[str]] = frozenset()
 
 GROUP: Final = 64
