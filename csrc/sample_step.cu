@@ -295,13 +295,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
   auto* ticket = reinterpret_cast<unsigned*>(row_scratch) + ScratchLayout::kTicket;
   const int flags = parameter(kParamFlags);
+  const bool clustered = a.in_shared && blocks > 1;
   const bool admitted = (flags & kAdmitted) != 0;
   if (!admitted || __shfl_sync(kAllLanes, state_word, kStateFinishReason) != 0) {
     if (part == 0) write_idle(a.layout, out, admitted ? state : nullptr);
-    // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it.
-    if (!a.in_shared && blocks > 1 && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
+    // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it;
+    // and a cluster's stay while others may use their memory. Where rows share a slot, one may
+    // finish it before another's blocks have all seen it.
+    if (clustered) {
+      for (int i = 0; i < 2; ++i) {
+        cluster_arrive();
+        cluster_wait();
+      }
+    } else if (blocks > 1 && threadIdx.x == 0) {
+      atomicInc(ticket, blocks - 1);
+    }
     return;
   }
+  // The first block's memory is written to only when that block is there.
+  if (clustered) cluster_arrive();
   float* scratch_statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
   float* statistics = scratch_statistics;
   if (a.in_shared) {
@@ -341,6 +353,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     task.index = index;
     task.slot = slot;
   }
+  if (clustered) cluster_wait();
   if (wishes.split) {
     __syncthreads();
     stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);
@@ -348,14 +361,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
   }
 
-  if (a.in_shared && blocks > 1) {
+  if (clustered) {
     cluster_arrive();
     cluster_wait();
     if (part > 0) return;
   } else {
     __syncthreads();
   }
-  if (!a.in_shared && blocks > 1) {
+  if (blocks > 1 && !clustered) {
     if (threadIdx.x == 0) {
       __threadfence();
       // The last one leaves 0 for the next step.

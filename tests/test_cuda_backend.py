@@ -159,7 +159,27 @@ def tickets(sampler: Sampler, rows: int) -> torch.Tensor:
     return sampler._step._scratch[::words][:rows].cpu()
 
 
-def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice) -> None:
+@contextmanager
+def launches(pair: BackendDevice, *, clusters: bool) -> Iterator[None]:
+    """Whether the device holds clusters. Without, the blocks of a row take tickets."""
+    if clusters:
+        yield
+        return
+    if not pair.emulated:
+        pytest.skip("a GPU's clusters cannot be taken away")
+    set_most_clusters = ctypes.CDLL(str(EMULATED)).graphed_sampling_emulation_set_most_clusters
+    set_most_clusters(0)
+    try:
+        yield
+    finally:
+        set_most_clusters(1000)
+
+
+by_clusters = pytest.mark.parametrize("clusters", [True, False], ids=["clusters", "tickets"])
+
+
+@by_clusters
+def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice, clusters: bool) -> None:
     """How many of a row's blocks are through is 0 again, whichever rows had work."""
     rows, vocab = 5, 40_000
     table = RequestTable(rows, vocab, device=pair.device)
@@ -168,11 +188,13 @@ def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice) -> None:
     sampler = Sampler(table, pair.backend)
     logits = torch.randn(rows, vocab, device=pair.device)
     for slots in ([0, 1, 2, -1, -1], [2, -1, 0, 1, -1], [-1] * 5):
-        sampler(logits, torch.tensor(slots, dtype=torch.int32))
+        with launches(pair, clusters=clusters):
+            sampler(logits, torch.tensor(slots, dtype=torch.int32))
         assert not tickets(sampler, rows).any()
 
 
-def test_rows_of_one_slot_leave_scratch_for_the_next(pair: BackendDevice) -> None:
+@by_clusters
+def test_rows_of_one_slot_leave_scratch_for_the_next(pair: BackendDevice, clusters: bool) -> None:
     """What nobody may do, and nothing checks on a device: one row ends the request while blocks of
     the other begin. That step is anybody's; the next one is not."""
     if not pair.emulated:
@@ -186,14 +208,17 @@ def test_rows_of_one_slot_leave_scratch_for_the_next(pair: BackendDevice) -> Non
     for seed in range(12):
         slot = table.admit(SamplingParams(seed=seed, max_tokens=1))
         table.upload()
-        with threads_in_order(seed):
+        with threads_in_order(seed), launches(pair, clusters=clusters):
             step.run()
         assert not step.scratch[::words].any(), seed
         table.release(slot)
 
 
+@by_clusters
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
-def test_steps_of_any_number_of_rows_share_scratch(pair: BackendDevice, graphed: bool) -> None:
+def test_steps_of_any_number_of_rows_share_scratch(
+    pair: BackendDevice, graphed: bool, clusters: bool
+) -> None:
     """Rows that several blocks read, in steps that grow and shrink."""
     vocab, most = 40_000, 70
 
@@ -208,7 +233,8 @@ def test_steps_of_any_number_of_rows_share_scratch(pair: BackendDevice, graphed:
     rng = np.random.default_rng(0)
     for rows in (8, 40, 1, most, 8, 33):
         logits = torch.from_numpy(rng.normal(0, 2, (rows, vocab)).astype(np.float32))
-        checked.step(logits.to(pair.device), rng.permutation(most)[:rows].tolist())
+        with launches(pair, clusters=clusters):
+            checked.step(logits.to(pair.device), rng.permutation(most)[:rows].tolist())
     checked.check_state()
     checked.tally.check()
 
@@ -297,6 +323,32 @@ def test_auto_takes_it_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.resolve("auto", CUDA) == "cuda"
     monkeypatch.setattr(cuda, "unusable", lambda _: "the library is missing")
     assert backends.resolve("auto", CUDA) != "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clusters_change_no_bit(pair: BackendDevice, dtype: torch.dtype) -> None:
+    """The records of rows that 5 blocks read, with clusters and with tickets."""
+    vocab, rows = 70_000, 5
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)).to(dtype) * 3
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 50, "top_p": 0.95, "logprobs": 5},
+        {"top_p": 0.9},
+        {"repetition_penalty": 1.3, "top_k": 20},
+        {"logit_bias": {5: 9.0}, "temperature": 0.7},
+    ]
+    records = []
+    for clusters in (True, False):
+        table = RequestTable(rows, vocab, device=pair.device, max_logprobs=5, seed=0)
+        for i, params in enumerate(asked):
+            table.admit(SamplingParams(seed=i, **params), [1, 2, 9])
+        sampler = Sampler(table, pair.backend)
+        with launches(pair, clusters=clusters):
+            for _ in range(2):
+                sampler(logits.to(pair.device), torch.arange(rows, dtype=torch.int32))
+        records.append(sampler._step.output.record.clone())
+        assert not tickets(sampler, rows).any()
+    assert torch.equal(*records)
 
 
 # Barriers.
