@@ -134,7 +134,11 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
     const int64_t total = sum_of_masses(shared, block);
     return select_from_bracket<Logits>(shared, block, top_p, total, bound);
   }
-  return filter_list(shared, block, count, task.wishes.total, mean, z_bound);
+  selection = filter_list(shared, block, count, task.wishes.total, mean, z_bound);
+  if (!selection.complete && task.wishes.total && !later && bracketed) {
+    return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
+  }
+  return selection;
 }
 
 // From a row's statistics to its token and its next state.

@@ -416,9 +416,9 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
         const float of_largest = block.total(weight_of_owned(owned, maxima, sums, exponents));
         total = static_cast<int64_t>(of_largest * static_cast<float>(kOne));
         // Weights of groups in units of 2**-30 of the total, none rounded up. Groups below the
-        // bound may hold 15/16 of what top_p leaves out; the rest is for tokens below it in others.
+        // bound may hold 13/16 of what top_p leaves out; the rest is for tokens below it in others.
         unit = 1073741824.0f / of_largest;
-        const float spare = (1.0f - top_p) * (1073741824.0f * 0.9375f);
+        const float spare = (1.0f - top_p) * (1073741824.0f * 0.8125f);
         needed = static_cast<uint32_t>(1073741824.0f - spare) + 1;
         const float tokens = static_cast<float>(task.groups * kGroup);
         const float start =
