@@ -549,9 +549,13 @@ def test_a_large_vocabulary_follows_the_law(device: torch.device, dtype: str) ->
 def test_no_draw_tells_of_the_next(device: torch.device, graphed: bool) -> None:
     """FlashInfer's offset + 1 is the neighbouring step's numbers, shifted (known of it)."""
     p = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.05], dtype=torch.float64)
-    rows = few(device, 256, 4)
+    rows = few(device, 256, 8)
     logits = p.log().float().expand(rows, 6).contiguous()
     stream = Stream(device, "flashinfer", [SamplingParams()], logits)
+    if device.type == "cpu" and graphed:
+        # Without graphs to replay these draws are the eager steps', which are tested.
+        assert torch.equal(stream.run(3), stream.run(3, graphed=False))
+        return
     drawn = stream.run(few(device, 200, 30), graphed=graphed)
     check_independence(drawn, p, FALSE_ALARM)
     hits = torch.bincount(drawn.flatten(), minlength=6)
