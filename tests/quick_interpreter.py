@@ -59,7 +59,7 @@ def quicken_interpreter() -> QuickLanguage:
 
 
 def _patch_less(interpreter: Any) -> None:
-    """Have it patch the language's modules once a launch, not at every call of a function."""
+    """Have it patch the language's modules once, not at every launch and call of a function."""
     executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
     launch, patch = executor.__call__, interpreter._patch_lang
     languages: Any = [
@@ -69,23 +69,35 @@ def _patch_less(interpreter: Any) -> None:
     patched: set[frozenset[int]] = set()
     visible: dict[int, frozenset[int]] = {}
 
-    def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()
+    class Kept:
+        """A scope whose patches stay: the next launch wants the same ones."""
+
+        def restore(self) -> None:
+            pass
+
+    kept = Kept()
+
+    def patch_once(fn: Any) -> Kept:
+        module = id(fn.__globals__)
+        if module not in visible:
+            values = fn.__globals__.values()
+            visible[module] = frozenset(id(v) for v in values if any(v is x for x in languages))
+        if visible[module] not in patched:
+            patch(fn)
+            patched.add(visible[module])
+        return kept
+
+    def launch_silently(self: Any, *args: Any, **kwargs: Any) -> Any:
         # numpy would warn where a GPU says nothing.
         with np.errstate(all="ignore"):
             return launch(self, *args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(self.fn.__globals__)
-        if module not in visible:
-            values = self.fn.__globals__.values()
-            visible[module] = frozenset(id(v) for v in values if any(v is x for x in languages))
-        if visible[module] not in patched:
-            patch(self.fn)
-            patched.add(visible[module])
+        patch_once(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    executor.__call__, function.__call__ = launch_afresh, call
+    interpreter._patch_lang = patch_once
+    executor.__call__, function.__call__ = launch_silently, call
 
 
 def _skip_unread_checks(interpreter: Any) -> None:
@@ -202,10 +214,17 @@ class QuickLanguage:
             return function  # type: ignore[no-any-return]
         return lambda *args, **kwargs: function(*args, **kwargs, _semantic=self.semantic)
 
-    def learning(self, slow: Function, kind: Function, learn: Function, run: Function) -> Function:
+    def learning(
+        self,
+        slow: Function,
+        kind: Function,
+        learn: Function,
+        run: Function,
+        recipes: dict[Any, Any] | None = None,
+    ) -> Function:
         """kind, of the operands: what a recipe serves. learn: the recipe for operands, given the
-        result too. run: the result by a recipe."""
-        recipes: dict[Any, Any] = {}
+        result too. run: the result by a recipe. recipes: where what is learnt is kept."""
+        recipes = {} if recipes is None else recipes
 
         def call(*operands: Any) -> Any:
             key = kind(*operands)
@@ -335,7 +354,17 @@ class QuickLanguage:
                 b = b.astype(cast_y)
             return self.make(function(a, b), dtype or left.dtype.scalar, like)
 
-        return self.learning(slow, kind, learn, run)
+        recipes: dict[Any, Any] = {}
+        carefully = self.learning(slow, kind, learn, run, recipes)
+
+        def quickly(x: Any, y: Any) -> Any:
+            # `kind` once more: two thirds of all operations come here, and calls are dear.
+            recipe = recipes.get((x.type.name, y.type.name))
+            if not recipe or self.checked is not None:
+                return carefully(x, y)
+            return run(recipe, x, y)
+
+        return quickly
 
     def _arithmetic(self, function: Any, name: str, by_numpy: Function, swapped: bool) -> Function:
         """An operator in which a number takes the other operand's type if that can hold it."""

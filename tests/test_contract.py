@@ -107,7 +107,10 @@ def test_random_rows_equal_the_reference(
     backend_device: BackendDevice, vocab: int, rows: int
 ) -> None:
     rng = np.random.default_rng([vocab, rows])
-    rows = backend_device.rows(rows, min(rows, 4 if vocab < 10_000 else 1))
+    # Three rows are the fewest with padding among them.
+    rows = backend_device.rows(
+        rows, min(rows, 4 if vocab < 10_000 else 1), min(rows, 3 if vocab < 10_000 else 1)
+    )
     checked = CheckedTable(backend_device, vocab, 20, eos_token_ids=[vocab // 2])
     slots = admit_random(checked, rng, rows)
     steps = backend_device.rows(4, 2)
@@ -135,7 +138,7 @@ def test_large_vocabularies_equal_the_reference(backend_device: BackendDevice, v
 def test_each_kind_of_row_under_many_parameters(backend_device: BackendDevice, kind: str) -> None:
     rng = np.random.default_rng(KINDS.index(kind))
     checked = CheckedTable(backend_device, 37, 64, eos_token_ids=[0, 36])
-    slots = admit_random(checked, rng, backend_device.rows(60, 20), rate=0.4)
+    slots = admit_random(checked, rng, backend_device.rows(60, 20, 8), rate=0.4)
     run_random_steps(checked, rng, slots, backend_device.rows(3, 1), kinds=(kind,))
     # Subnormal logits differ by less than float64 tells apart in a probability: typical_p and the
     # cutoffs then rank what is equal but for rounding.
@@ -159,14 +162,15 @@ def test_dtypes_and_memory_layouts(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_layout_changes_no_bit(backend_device: BackendDevice, placement: str) -> None:
     """The packed record, bit for bit, against that of the plain copy of the same logits."""
-    values = random_rows(np.random.default_rng(3), 7, 1000, BENIGN_KINDS)
+    rows = backend_device.rows(7, 7, 4)
+    values = random_rows(np.random.default_rng(3), rows, 1000, BENIGN_KINDS)
     records = []
     for name in ("contiguous", placement):
         rng = np.random.default_rng(5)
         checked = CheckedTable(backend_device, 1000, 7)
-        admit_random(checked, rng, 7)
+        slots = sorted(admit_random(checked, rng, rows))
         logits = place(values, backend_device.device, torch.bfloat16, name).logits
-        records.append(checked.step(logits, range(7)).record)
+        records.append(checked.step(logits, slots).record)
     assert torch.equal(*records)
 
 
@@ -175,7 +179,7 @@ def test_state_advances_over_many_steps(backend_device: BackendDevice, vocab: in
     """Each step's history is what the steps before it drew, requests coming and going meanwhile."""
     rng = np.random.default_rng(vocab)
     checked = CheckedTable(backend_device, vocab, 9, eos_token_ids=[0])
-    for round_number in range(backend_device.rows(6, 4)):
+    for round_number in range(backend_device.rows(6, 4, 3)):
         for slot, request in list(checked.requests.items()):
             if request.finish or rng.random() < 0.2:
                 checked.release(slot)
@@ -216,7 +220,7 @@ def test_table_without_any_list(backend_device: BackendDevice, vocab: int) -> No
             logprobs=0 if slot % 2 else None,
         )
         checked.admit(backend_device.supported(params), [0], [0, 0], slot)
-    run_random_steps(checked, rng, list(range(9)), 4)
+    run_random_steps(checked, rng, list(range(9)), backend_device.rows(4, 4, 2))
     checked.tally.check()
 
 
@@ -234,8 +238,11 @@ def test_graphed_sampler_equals_the_reference(backend_device: BackendDevice) -> 
         backend_device, 111, 12, sampler=graphed(116), eos_token_ids=[3, 4], max_logprobs=5
     )
     slots = admit_random(checked, rng, 12)
-    for count in (1, 2, 4, 5, 12, 0, 3):
-        run_random_steps(checked, rng, slots[:count], 3, dtype=torch.bfloat16, placement="padded")
+    steps = backend_device.rows(3, 3, 2)
+    for count in (1, 2, 4, 5, backend_device.rows(12, 12, 6), 0, 3):
+        run_random_steps(
+            checked, rng, slots[:count], steps, dtype=torch.bfloat16, placement="padded"
+        )
     checked.tally.check()
 
 

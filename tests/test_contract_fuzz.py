@@ -131,7 +131,7 @@ def runs(draw: st.DrawFn) -> FuzzRun:
 
 def settings_of(pair: BackendDevice) -> settings:
     return settings(
-        max_examples=pair.rows(150, 10),
+        max_examples=pair.rows(150, 10, 6),
         deadline=None,
         derandomize=True,
         database=None,

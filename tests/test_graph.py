@@ -99,7 +99,7 @@ def test_replay_equals_eager(backend: str, device: str, dtype: torch.dtype) -> N
     admit_mixed(graphed_table, backend)
     eager = Sampler(eager_table, backend)
     graphed = GraphedSampler(graphed_table, (1, 2, 8), dtype, backend=backend)
-    for step in range(6):
+    for step in range(BackendDevice(backend, torch.device(device)).rows(6, 6, 2)):
         logits = random_logits(step, len(MIXED), device).to(dtype)
         expected = eager(logits, slots).record.clone()
         assert torch.equal(graphed(logits, slots).record, expected)
@@ -110,7 +110,7 @@ def test_replay_equals_eager(backend: str, device: str, dtype: torch.dtype) -> N
 @everywhere
 def test_replays_draw_afresh_and_repeat_under_the_same_seed(backend: str, device: str) -> None:
     sequences = []
-    steps = BackendDevice(backend, torch.device(device)).rows(200, 40)
+    steps = BackendDevice(backend, torch.device(device)).rows(200, 40, 20)
     for _ in range(2):
         table = make_table(device)
         slot = table.admit(served(backend, SamplingParams(seed=123)))
