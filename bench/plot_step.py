@@ -37,6 +37,10 @@ def load(paths: Iterable[Path]) -> tuple[list[Figure], list[Figure]]:
     return list(figures.values()), list(comparisons.values())
 
 
+def _legend_beside(axes: Any) -> None:
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+
+
 def median(figure: Figure) -> float:
     return float(figure["cold"]["median"])
 
@@ -110,7 +114,7 @@ class Plots:
             axes.plot(*over_batch(f for f in ours if f["case"] == case), marker="o", label=case)
         floor = over_batch(f for f in here if f["group"] == "read")
         axes.plot(*floor, color="black", linestyle="--", label="one read of the logits")
-        axes.legend(fontsize=8)
+        _legend_beside(axes)
         self._save(figure, "time", dtype, vocab)
 
     def rivals(self, figures: Sequence[Figure], shape: Shape, case: str) -> None:
@@ -120,6 +124,7 @@ class Plots:
         ours = {f["batch"]: median(f) for f in here
                 if f["contender"] == self.backend and f["group"] == "backend"}  # fmt: skip
         theirs = [f for f in here if f["group"] == "rival" and f["batch"] in ours]
+        ours = {b: us for b, us in ours.items() if b in {f["batch"] for f in theirs}}
         if not theirs:
             return
         figure, axes = self._axes_over_batch(
@@ -130,7 +135,7 @@ class Plots:
             ratios = [t / ours[b] for b, t in zip(batches, took, strict=True)]
             axes.plot(batches, ratios, marker="o", label=name)
         axes.axhline(1, color="black", linewidth=1)
-        axes.legend(fontsize=7)
+        _legend_beside(axes)
         self._save(figure, "rivals", case, dtype, vocab)
 
     def features(self, comparisons: Sequence[Figure]) -> None:
@@ -155,7 +160,7 @@ class Plots:
         axes.set_yticks([i + 0.3 for i in range(len(names))], names)
         axes.invert_yaxis()
         axes.set(title=f"{self.backend}: cost, as a ratio (black: the bar)", xlabel="ratio")
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+        _legend_beside(axes)
         self._save(figure, "features")
 
 

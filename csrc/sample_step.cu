@@ -1,10 +1,14 @@
 // One kernel a step
 //
-// A row is read once, by several blocks, each warp a tile of it: of every group of 64 tokens they
-// leave the maximum and the sum of weights in scratch. The block of a row that is through last
-// finishes it: from the groups' statistics it bounds what can be drawn, reads the few groups again
-// that reach the bound, and applies the filters to their tokens. So the end of one row lies beside
-// the reading of others, and no launch depends on data. Who is last decides nothing but who works.
+// A row is read once, by one or several blocks, each warp a tile of it: of every group of 64 tokens
+// they leave the maximum and the sum of weights. One block finishes the row: from the groups'
+// statistics it bounds what can be drawn, reads the few groups again that reach the bound, and
+// applies the filters to their tokens. So the end of one row lies beside the reading of others, and
+// no launch depends on data.
+//
+// Where the device has clusters, the blocks of a row are one, and the statistics lie in the shared
+// memory of its first block, which finishes. Elsewhere they lie in global memory, and the block
+// that is through last finishes, which decides nothing but who works.
 #include "sample_step.h"
 #include "step/dense.h"
 #include "step/usual.h"
