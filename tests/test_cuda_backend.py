@@ -199,6 +199,8 @@ def test_rows_of_one_slot_leave_scratch_for_the_next(pair: BackendDevice, cluste
     the other begin. That step is anybody's; the next one is not."""
     if not pair.emulated:
         pytest.skip("which block runs first cannot be chosen on a GPU")
+    if "races" in EMULATED.name:
+        pytest.skip("it is a race, on purpose")
     vocab = 40_000
     table = RequestTable(1, vocab, device=pair.device, penalties=False)
     step = Arguments(table, 2, pair)

@@ -108,7 +108,11 @@ __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
 
 // What other blocks have left in global memory, or this one in shared memory: no older copy of it.
 __device__ __forceinline__ float load_now(const float* place) {
+#ifdef __CUDACC__
   return *static_cast<const volatile float*>(place);
+#else
+  return __ldcg(place);
+#endif
 }
 
 __device__ __forceinline__ float4 load_now(const float4* place) {
@@ -120,7 +124,7 @@ __device__ __forceinline__ float4 load_now(const float4* place) {
                : "memory");
   return value;
 #else
-  return *place;
+  return __ldcg(place);
 #endif
 }
 
