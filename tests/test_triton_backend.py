@@ -198,6 +198,39 @@ def test_the_kernels_are_what_the_compiler_takes() -> None:
     assert run_python(COMPILE) == ["stream", "finish", "dense"] * 2
 
 
+FAIL = """
+import contextlib
+from types import SimpleNamespace
+import torch
+from triton.runtime import _async_compile
+from graphed_sampling.backends import triton
+from graphed_sampling.layout import TableLayout
+
+def fail():
+    raise RuntimeError("PassManager::run failed")
+
+def warmup(*, grid):
+    _async_compile.active_mode.get().submit("kernel", fail, None)
+
+torch.cuda.device = contextlib.nullcontext
+launch = triton._Launch(SimpleNamespace(warmup=warmup), (1,), (), {})
+triton.launches = lambda *_: [launch]
+layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
+for _ in range(2):
+    try:
+        triton.warm_up(layout, torch.device("cuda"), [torch.float32])
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_compilation_that_fails_leaves_nothing_behind() -> None:
+    """The next one is told its own reason."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    assert run_python(FAIL) == ["PassManager::run failed"] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_step_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

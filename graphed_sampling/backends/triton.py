@@ -8,6 +8,7 @@ TRITON_INTERPRET=1, set before Triton is imported.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -400,21 +401,28 @@ def compile_kernels(
     """`warm_up` for a draw."""
     if device.type != "cuda":
         return
-    import triton
 
-    int32, int64 = torch.int32, torch.int64
-    with (
-        torch.cuda.device(device),
-        ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as executor,
-        triton.AsyncCompileMode(executor),
-    ):
-        for dtype in logits_dtypes:
-            for unit in {16 // dtype.itemsize, 1}:
-                if layout.vocab_size % unit:
-                    continue
-                arguments = _Arguments(
-                    dtype, int32, int32, int32, int32, int32, int32, int32, int64, int32,
-                    stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit, mode=0,
-                )  # fmt: skip
-                for launch in launches(arguments, layout, 1, device, draw):
-                    launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.keywords)
+    def warm_all() -> None:
+        import triton
+
+        int32, int64 = torch.int32, torch.int64
+        with (
+            torch.cuda.device(device),
+            ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as executor,
+            triton.AsyncCompileMode(executor),
+        ):
+            for dtype in logits_dtypes:
+                for unit in {16 // dtype.itemsize, 1}:
+                    if layout.vocab_size % unit:
+                        continue
+                    arguments = _Arguments(
+                        dtype, int32, int32, int32, int32, int32, int32, int32, int64, int32,
+                        stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit,
+                        mode=0,
+                    )  # fmt: skip
+                    for launch in launches(arguments, layout, 1, device, draw):
+                        launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.keywords)
+
+    # In a context of its own: where a compilation fails, Triton leaves its mode on, and whatever
+    # is compiled afterwards would fail of that.
+    contextvars.copy_context().run(warm_all)
