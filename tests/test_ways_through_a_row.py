@@ -412,6 +412,54 @@ def test_unusual_logits_beside_everything_that_touches_them(pair: BackendDevice)
     check_touched(pair, rows, touches[::2], bitmask=mask)
 
 
+@pytest.mark.parametrize(("temperature", "above"), [(1.0, 100.0), (0.1, 9.0), (0.02, 1e30)])
+def test_lists_that_ban_a_token_far_above_the_rest(
+    pair: BackendDevice, temperature: float, above: float
+) -> None:
+    """Its neighbours' weights, relative to it, are nothing; without it they are all there is."""
+    vocab, banned = 2500, 5
+    lists: list[dict[str, Any]] = [
+        {"logit_bias": {banned: -INF}},
+        {"logit_bias": {banned: -INF, 70: 0.5 * temperature}},
+        {"min_tokens": 3, "stop_token_ids": [banned]},
+        {"bad_words_ids": [[banned]]},
+        {"bad_words_ids": [[banned]], "presence_penalty": 0.5 * temperature},
+    ]
+    filters: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.9},
+        {"typical_p": 0.8},
+        {"epsilon_cutoff": 1e-4},
+        {"logprobs": 3, "logprobs_mode": "processed"},
+        {"top_k": 20, "logprobs": 3, "rank": True},
+    ]
+    asked = [a | b for a in lists for b in filters]
+    checked = CheckedTable(pair, vocab, len(asked), max_logprobs=3)
+    rng = np.random.default_rng(0)
+    for seed, values in enumerate(asked):
+        checked.admit(SamplingParams(temperature=temperature, seed=seed, **values), (), [9])
+    rows = rng.normal(0, 0.3 * temperature, (len(asked), vocab)).astype(np.float32)
+    rows[:, banned] = above
+    for mask in (None, random_bitmask(rng, len(asked), vocab)):
+        words = random_words(rng, len(asked))
+        logits = torch.from_numpy(rows).to(pair.device)
+        checked.step(logits, range(len(asked)), bitmask=mask, words=words)
+    checked.tally.check(ambiguous=0.3)
+
+
+def test_min_p_of_the_least_logits_at_a_high_temperature(pair: BackendDevice) -> None:
+    """What min_p leaves reaches below the least float, but not to -inf."""
+    rows = np.full((3, 64), -INF, np.float32)
+    rows[:, :3] = np.finfo(np.float32).min
+    checked = CheckedTable(pair, 64, 3)
+    for seed, values in enumerate(({}, {"presence_penalty": 1.0}, {"top_k": 2})):
+        params = SamplingParams(temperature=1e25, min_p=0.5, seed=seed, **values)
+        checked.admit(params, (), [1])
+    for word in (0, 1 << 62, -1):
+        checked.step(torch.from_numpy(rows).to(pair.device), range(3), words=torch.full((3,), word))
+    checked.tally.check()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_grammar_allowed_ids_and_penalties_at_once(pair: BackendDevice, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -279,9 +279,8 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
   }
 }
 
-// The same by one warp, for a row in which y of nothing but a mask, a penalty or a bias differs
-// from the logit, without rank and given ids. top_n: best tokens to report, of a ranked short list
-// that has them; raw ones.
+// The same by one warp, for a row without NaN, +inf, rank and given ids that has a token to draw.
+// top_n: best tokens to report, of a ranked short list that has them; raw ones.
 template <class Logits>
 __device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables tables,
                                             const Selection selection, int top_n, int listed,

@@ -14,8 +14,8 @@ constexpr int kPiece = 8;
 constexpr int kPieces = 8;
 constexpr int kGroup = kPiece * kPieces;
 
-// The types of logits: how many 16-byte vectors a piece takes, what is in them, and how many pieces
-// a lane loads before it works on the first.
+// The types of logits: how many 16-byte vectors a piece takes, what is in them, and the bits of
+// -inf.
 struct Float32 {
   static constexpr int kVectors = 2;
   static constexpr uint32_t kNegInfBits = 0xFF800000u, kNegInfWord = 0xFF800000u;

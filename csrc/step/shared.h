@@ -75,7 +75,7 @@ struct Shared {
   double raw_log;           // its logarithm
   alignas(16) uint32_t bins[kBins];
   int32_t group_list[kListedGroups];
-  // Candidates in canonical order.
+  // Candidates; in canonical order but around the cut of a flat row.
   float list_y[kListed];
   int32_t list_ids[kListed];
   union {

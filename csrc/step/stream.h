@@ -133,8 +133,9 @@ struct Rebased {
 constexpr float kLeastScale = 1e-30f;
 
 // Exponents of a set's weights at one temperature. They start from the largest token of the whole
-// set: a group far below it has weights that are nothing to the row either. Equals of the largest
-// weigh 1, so that rows of equals add up to whole numbers.
+// set: a group far below it has weights that are nothing to the row either, unless a list takes
+// that token away (`repair_listed`). Equals of the largest weigh 1, so that rows of equals add up
+// to whole numbers.
 struct Exponents {
   float base, scale;
 

@@ -186,7 +186,7 @@ __device__ inline void rank_short_list(Shared& shared, int count) {
 }
 
 // top_k, top_p and the draw on a short list, by one warp. ranked: whether shared.bins has ranks.
-// least: that top_p is of this total and not of the list's own; 0 else.
+// of_total: top_p is of this total, or, 0, of the list's own.
 template <int kEach>
 __device__ __noinline__ Selection draw_from_short_list(int count, bool ranked, int top_k,
                                                        float top_p, int64_t of_total) {
@@ -407,7 +407,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     int64_t total = 0;       // where the mass of all tokens matters
     if (min_p > 0.0f) {
       const double offset = load_f64(header + kParamMinPOffset);
-      bound = round_down(static_cast<double>(largest) + offset);
+      bound = fmaxf(bound, round_down(static_cast<double>(largest) + offset));
     }
     if (wishes.total || top_k > 0) {
       float low = range.low, unit = 0.0f;
