@@ -114,7 +114,8 @@ class BuildExt(build_ext):
         cmake, ninja = find_program("cmake", scripts), find_program("ninja", scripts)
         if cmake is None:
             raise SystemExit("cmake was not found: `pip install cmake ninja`")
-        binary_dir = Path(self.build_temp, "cmake").resolve()
+        # Not pip's folder for this one build: the next one compiles only what has changed.
+        binary_dir = ROOT / "build" / "-".join(["cmake", *PLAN["architectures"]])
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         configure = [
             cmake,
