@@ -21,6 +21,13 @@ __device__ inline int64_t sum_of_lanes(int64_t value) {
   return static_cast<int64_t>(low + (middle << 23) + (high << 46));
 }
 
+// In one order, whatever the values.
+__device__ inline float sum_of_lanes(float value) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
 __device__ inline uint64_t max_of_lanes(uint64_t value) {
   const auto high = static_cast<unsigned>(value >> 32), low = static_cast<unsigned>(value);
   const unsigned highest = __reduce_max_sync(kAllLanes, high);
@@ -80,8 +87,7 @@ __device__ __noinline__ int64_t exchange_sum(int turn, int64_t value) {
 
 // In one order, whatever the block does.
 __device__ __noinline__ float exchange_total(int turn, float value) {
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  value = sum_of_lanes(value);
   const uint64_t* words = exchanged(turn, static_cast<uint64_t>(__float_as_uint(value)));
   value = 0.0f;
 #pragma unroll
@@ -109,16 +115,25 @@ __device__ inline int64_t shuffled_up(int64_t value, int step) {
   return __shfl_up_sync(kAllLanes, static_cast<long long>(value), step);
 }
 
+// A warp's inclusive sums, and what one of its lanes has.
+template <class Integer>
+__device__ inline Integer sum_up_to_lane(Integer value, int lane) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const Integer other = shuffled_up(value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+__device__ inline int64_t of_lane(int64_t value, int lane) {
+  return __shfl_sync(kAllLanes, static_cast<long long>(value), lane);
+}
+
 template <class Integer>
 __device__ __noinline__ Sums<Integer> exchange_sums(int turn, Integer value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  Integer up_to = value;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const Integer other = shuffled_up(up_to, step);
-    if (lane >= step) up_to += other;
-  }
+  const Integer up_to = sum_up_to_lane(value, lane);
   uint64_t* words = the_exchange().words[turn];
   if (lane == kWarp - 1) words[warp] = static_cast<uint64_t>(up_to);
   __syncthreads();
@@ -130,19 +145,6 @@ __device__ __noinline__ Sums<Integer> exchange_sums(int turn, Integer value) {
     sums.total += of_warp;
   }
   return sums;
-}
-
-// A warp's inclusive sums, and what one of its lanes has.
-__device__ inline int64_t sum_up_to_lane(int64_t value, int lane) {
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int64_t other = shuffled_up(value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
-__device__ inline int64_t of_lane(int64_t value, int lane) {
-  return __shfl_sync(kAllLanes, static_cast<long long>(value), lane);
 }
 
 struct Block {

@@ -117,11 +117,7 @@ __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low,
         sum += __shfl_xor_sync(kAllLanes, sum, apart);
       }
       if (lane % kPieces == 0) task.masses[group] = group_mass(maximum, sum, task.largest, scale);
-      int up_to = number;
-      for (int apart = 1; apart < kWarp; apart *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, up_to, apart);
-        if (lane >= apart) up_to += other;
-      }
+      const int up_to = sum_up_to_lane(number, lane);
       const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
       if (appended == 0) continue;
       // The order of the list decides nothing: every use of it sums, compares or sorts.

@@ -5,47 +5,54 @@
 
 namespace graphed_sampling {
 
-// Lists the tokens of listed groups with y >= bound; how many there are, of which as many as fit
-// are listed. row: whose y count, which may leave out what processing does.
+// Lists the tokens of listed groups with y >= bound, ids ascending; how many there are, of which as
+// many as fit are listed. row: whose y count, which may leave out what processing does.
 template <class Logits>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
                                       float bound) {
-  constexpr int kEach = 2;  // pieces a thread reads at a time
+  constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
+  static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
+  const bool plain = row.plain();
   int count = 0;
-  for (int first = 0; first < pieces && count <= kListed; first += kThreads * kEach) {
-    float y[kEach][kPiece];
-    int first_id[kEach];
-    int number = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < pieces && count <= kListed; begin += kThreads * kEach) {
+    const int first = begin + block.thread() * kEach;
+    uint32_t reaching = 0;
+    int ids[kEach] = {};
+    if (first < pieces) {
+      const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int piece = first + block.thread() * kEach + i;
-      first_id[i] = row.vocab;
-      if (piece < pieces) {
-        first_id[i] = shared.group_list[piece / kPieces] * kGroup + piece % kPieces * kPiece;
-      }
-      piece_y<Logits>(row, first_id[i], y[i]);
+      for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
+      float y[kEach][kPiece];
 #pragma unroll
-      for (int j = 0; j < kPiece; ++j) number += y[i][j] >= bound ? 1 : 0;
-    }
-    int listed;
-    int place = count + block.sum_before(number, &listed);
-    if (number > 0) {
+      for (int i = 0; i < kEach; ++i) piece_y<Logits>(row, ids[i], y[i]);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
-          if (y[i][j] >= bound) {
-            if (place < kListed) {
-              shared.list_y[place] = y[i][j];
-              shared.list_ids[place] = first_id[i] + j;
-            }
-            ++place;
-          }
+          reaching |= (y[i][j] >= bound ? 1u : 0u) << (i * kPiece + j);
         }
       }
     }
+    int listed;
+    int place = count + block.sum_before(__popc(reaching), &listed);
+    for (; reaching != 0; reaching &= reaching - 1, ++place) {
+      // Loaded once more: registers cannot be numbered.
+      const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
+      float y = load_logit<Logits>(row, token);
+      if (!plain) y = special_or(row, processed(row, y, token), token);
+      if (place < kListed) {
+        shared.list_y[place] = y;
+        shared.list_ids[place] = token;
+      }
+    }
     count += listed;
+  }
+  // On to a multiple of 32.
+  if (block.warp() == 0 && count < kListed) {
+    const int end = count + block.lane();
+    if (end < (count + kWarp - 1) / kWarp * kWarp) shared.list_y[end] = kNegInf;
   }
   __syncthreads();
   return count;

@@ -188,6 +188,19 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
   return sum_of_groups(parts, lane) * rebased.factor - rebased.z * sum;
 }
 
+// Where a set's exponents start, from each lane's largest token.
+__device__ inline float base_of_set(float largest) {
+  return finite_or_zero(from_key(__reduce_max_sync(kAllLanes, key_of(largest + 0.0f))));
+}
+
+__device__ inline float largest_in(const float (&values)[kAtOnce]) {
+  return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
+}
+
+__device__ inline float max_of_groups(const float (&values)[kAtOnce], int lane) {
+  return over_groups(values, lane, [](float a, float b) { return fmaxf(a, b); }) + 0.0f;
+}
+
 // A set, of a row in which y is the logit. kAll: whether exponents may be wide, and means wanted.
 template <bool kAll, class Logits>
 __device__ inline void stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
@@ -195,10 +208,8 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
   float maxima[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float mine = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
-  const float base = finite_or_zero(from_key(__reduce_max_sync(kAllLanes, key_of(mine + 0.0f))));
-  const float maximum =
-      over_groups(maxima, lane, [](float a, float b) { return fmaxf(a, b); }) + 0.0f;
+  const float base = base_of_set(largest_in(maxima));
+  const float maximum = max_of_groups(maxima, lane);
   const int group = group_of_lane(tile, number * kAtOnce, lane);
   const bool writes = lane_writes(lane);
   renew_all(set);
@@ -333,17 +344,13 @@ template <class Logits>
 __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, int tile, int number,
                                           int lane, Set<Logits>& set, const SetBits& bits,
                                           const Statistics& at) {
-  const auto max_of = [](float a, float b) { return fmaxf(a, b); };
-  const auto base_of = [](float mine) {
-    return finite_or_zero(from_key(__reduce_max_sync(kAllLanes, key_of(mine + 0.0f))));
-  };
   const int group = group_of_lane(tile, number * kAtOnce, lane);
   const bool writes = lane_writes(lane);
   float maxima[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float raw_base = base_of(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])));
-  const float raw_maximum = over_groups(maxima, lane, max_of) + 0.0f;
+  const float raw_base = base_of_set(largest_in(maxima));
+  const float raw_maximum = max_of_groups(maxima, lane);
   renew_all(set);
   const float raw_sum = group_sum<false>(set, Exponents{raw_base, kLog2E}, raw_maximum, lane);
   renew_all(set);
@@ -359,7 +366,7 @@ __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, i
       maxima[i] = fmaxf(maxima[i], (bits.clear >> (kPiece * i + j) & 1) != 0 ? y[j] : kNegInf);
     }
   }
-  float base = base_of(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3])));
+  float base = base_of_set(largest_in(maxima));
   if (base == kInf) {
     // Lists may ban that token yet, and the other groups' weights then count.
     float finite = kNegInf;
@@ -373,9 +380,9 @@ __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, i
         if ((bits.clear >> (kPiece * i + j) & 1) != 0 && y[j] < kInf) finite = fmaxf(finite, y[j]);
       }
     }
-    base = base_of(finite);
+    base = base_of_set(finite);
   }
-  const float maximum = over_groups(maxima, lane, max_of) + 0.0f;
+  const float maximum = max_of_groups(maxima, lane);
   if (writes) {
     at.maxima[group] = raw_sum != raw_sum ? kInf : maximum;
     at.raw_maxima[group] = raw_maximum;

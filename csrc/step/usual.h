@@ -86,12 +86,7 @@ __device__ inline int reaching_bin(const uint32_t (&bins)[kBins], uint32_t neede
   uint32_t mine[kEach], number = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) number += mine[i] = bins[lane * kEach + i];
-  uint32_t up_to = number;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) up_to += other;
-  }
+  const auto up_to = static_cast<uint32_t>(sum_up_to_lane(static_cast<int>(number), lane));
   const unsigned reaching = __ballot_sync(kAllLanes, up_to >= needed);
   if (reaching == 0) return kBins;
   uint32_t before = up_to - number;
@@ -103,59 +98,6 @@ __device__ inline int reaching_bin(const uint32_t (&bins)[kBins], uint32_t neede
   }
   const int of = __ffs(static_cast<int>(reaching)) - 1;
   return of * kEach + __shfl_sync(kAllLanes, place, of);
-}
-
-// Lists the tokens of listed groups with y >= bound, ids ascending; how many there are, of which as
-// many as fit are listed.
-template <class Logits>
-__device__ inline int list_tokens(Shared& shared, Block& block, const Row& row, int num_groups,
-                                  float bound) {
-  constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
-  static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
-  const int pieces = num_groups * kPieces;
-  const bool plain = row.plain();
-  int count = 0;
-#pragma unroll 1
-  for (int begin = 0; begin < pieces && count <= kListed; begin += kThreads * kEach) {
-    const int first = begin + block.thread() * kEach;
-    uint32_t reaching = 0;
-    int ids[kEach] = {};
-    if (first < pieces) {
-      const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
-      float y[kEach][kPiece];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) piece_y<Logits>(row, ids[i], y[i]);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) {
-          reaching |= (y[i][j] >= bound ? 1u : 0u) << (i * kPiece + j);
-        }
-      }
-    }
-    int listed;
-    int place = count + block.sum_before(__popc(reaching), &listed);
-    for (; reaching != 0; reaching &= reaching - 1, ++place) {
-      // Loaded once more: registers cannot be numbered.
-      const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
-      float y = load_logit<Logits>(row, token);
-      if (!plain) y = special_or(row, processed(row, y, token), token);
-      if (place < kListed) {
-        shared.list_y[place] = y;
-        shared.list_ids[place] = token;
-      }
-    }
-    count += listed;
-  }
-  // On to a multiple of 32.
-  if (block.warp() == 0 && count < kListed) {
-    const int end = count + block.lane();
-    if (end < (count + kWarp - 1) / kWarp * kWarp) shared.list_y[end] = kNegInf;
-  }
-  __syncthreads();
-  return count;
 }
 
 // How many of a short list's tokens come before each, by (y descending, id ascending), into
@@ -328,11 +270,9 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
 
   // Each warp's part of the raw weights: they are added up when they are asked for.
   if (wishes.raw) {
-    float part =
+    const float part = sum_of_lanes(
         weight_of_owned(owned, wishes.split ? task.at.raw_maxima : maxima,
-                        wishes.split || wishes.both ? task.at.raw_sums : sums, raw_exponents);
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) part += __shfl_xor_sync(kAllLanes, part, step);
+                        wishes.split || wishes.both ? task.at.raw_sums : sums, raw_exponents));
     if (lane == 0) shared.raw_parts[block.warp()] = part;
   }
   if (row.has(kLists)) {
@@ -468,7 +408,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       if (wishes.raw) shared.raw_log = log_of_parts(shared);
     }
     __syncthreads();
-    listed = list_tokens<Logits>(shared, block, row, groups, bound);
+    listed = list_candidates<Logits>(shared, block, row, groups, bound);
     if (listed > kListed) return false;
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
