@@ -121,8 +121,9 @@ def test_graphed_draws_of_mixed_rows(backend_device: BackendDevice) -> None:
 def test_children_of_one_seed_are_independent(backend_device: BackendDevice) -> None:
     """n samples of one request: their draws at one position are as good as n seeds'."""
     backend_device.require_speed()
-    probability = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     parent = SamplingParams(seed=42)
+    backend_device.require(parent)
+    probability = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     table = RequestTable(512, 4, device=backend_device.device)
     for i in range(512):
         table.admit(parent.child(i))
