@@ -250,23 +250,39 @@ __device__ __noinline__ void stream_any_tiles(const Source source, const Wishes 
   }
 }
 
-// A warp's tiles, `step` apart, of a row in which y is the logit. The place of a set that is done
-// is where the next tile's is loaded to. whole: how many of the row's tiles load_set() is for;
-// sets: the first tile's, if it is one of those.
+// A warp's tiles up to `end`, `step` apart, which load_set() is for and whose first one is in
+// `sets`. The place of a set that is done is where the next tile's is loaded to. Returns the tile
+// after. kBoth: as wishes.both. Each has its own loop: one for both keeps more in registers than
+// there are.
+template <bool kBoth, class Logits>
+__device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wishes, float scale,
+                                          int tile, int step, int end, int lane,
+                                          Set<Logits> (&sets)[kSets], const Statistics& at) {
+  const Wishes own = {wishes.total, false, wishes.raw, false, kBoth};
+#pragma unroll 1
+  while (tile < end) {
+    const int next = tile + step;
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) {
+      stream_set<false>(own, scale, tile, i, lane, sets[i], at);
+      if (next < end) sets[i] = load_set<Logits>(source, next, i, lane);
+    }
+    tile = next;
+  }
+  return tile;
+}
+
+// A warp's tiles, `step` apart, of a row in which y is the logit. whole: how many of the row's
+// tiles load_set() is for; sets: the first tile's, if it is one of those.
 template <class Logits>
 __device__ inline void stream_tiles(const Source& source, const Wishes wishes, float scale,
                                     int tile, int step, int end, int whole, int lane,
                                     Set<Logits> (&sets)[kSets], const Statistics& at) {
   const int last = wishes.mean || scale < kLeastScale ? 0 : min(end, whole);
-#pragma unroll 1
-  while (tile < last) {
-    const int next = tile + step;
-#pragma unroll
-    for (int i = 0; i < kSets; ++i) {
-      stream_set<false>(wishes, scale, tile, i, lane, sets[i], at);
-      if (next < last) sets[i] = load_set<Logits>(source, next, i, lane);
-    }
-    tile = next;
+  if (wishes.both) {
+    tile = stream_loaded_tiles<true>(source, wishes, scale, tile, step, last, lane, sets, at);
+  } else {
+    tile = stream_loaded_tiles<false>(source, wishes, scale, tile, step, last, lane, sets, at);
   }
   if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
