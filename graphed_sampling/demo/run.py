@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -106,17 +107,20 @@ def _answer(
     *,
     plain: bool,
 ) -> list[Generation]:
-    for request in requests:
-        engine.submit(request)
-    done: list[Generation] = []
     with screen.Screen(tokenizer, console, plain=plain) as display:
-        while engine.busy:
-            finished = engine.step()
-            for generation in finished:
-                display.show_answer(generation)
-            done += finished
-            display.show_running(engine)
-    return sorted(done, key=lambda generation: generation.started)
+
+        async def watch() -> None:
+            while True:
+                display.show_running(engine)
+                await asyncio.sleep(1 / screen.REFRESHES_PER_SECOND)
+
+        async def answer() -> list[Generation]:
+            watching = asyncio.create_task(watch())
+            generations = await engine.answer(requests, display.show_answer)
+            watching.cancel()
+            return generations
+
+        return asyncio.run(answer())
 
 
 def _pick_device(name: str) -> torch.device:

@@ -437,6 +437,7 @@ class StepLoop:
         while budget and self._waiting and self._free and started + len(admitted) < prompts:
             sample = self._waiting.popleft()
             sample.slot = heapq.heappop(self._free)
+            sample.sink.started = sample.sink.started or time.perf_counter()
             admitted.append((sample.slot, sample))
             self._prefilling.append(sample)
         for sample in list(self._prefilling):
@@ -470,6 +471,9 @@ class StepLoop:
                 bitmask[row] = sample.bitmask[0]
                 sample.mask_ready = False  # until its token is known
         slots = torch.from_numpy(np.fromiter((s.slot for s in rows), np.int32, len(rows)))
+        for sample in rows:
+            if sample.enqueued == sample.limit:
+                self._vacate(sample)  # its last token: the next step may give the slot away
         freed, self._freed = self._freed, []
         table = self.table
         batch = StepBatch(
@@ -575,7 +579,7 @@ class StepLoop:
                 self._prefilling.remove(sample)
             self._released.append(slot)
             heapq.heappush(self._free, slot)
-        else:
+        elif not sample.enqueued:
             with suppress(ValueError):
                 self._waiting.remove(sample)
 

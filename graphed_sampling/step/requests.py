@@ -135,11 +135,12 @@ class Sample:
 class Sink:
     """Deltas on their way from the loop to the caller of one request."""
 
-    __slots__ = ("_waiter", "deltas", "ended", "error", "samples")
+    __slots__ = ("_waiter", "deltas", "ended", "error", "samples", "started")
 
     def __init__(self, n: int) -> None:
         self.deltas: deque[Delta] = deque()
         self.samples: list[Sample] = []
+        self.started: float | None = None
         self.ended = [False] * n
         self.error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -199,6 +200,11 @@ class DeltaStream:
         # Whoever drops the object may do so in any thread, or in the midst of the loop's own work.
         self._dropped = weakref.finalize(self, _cancel_soon, event_loop, cancel, sink)
         self._dropped.atexit = False
+
+    @property
+    def started(self) -> float | None:
+        """When its first sample got a slot, in seconds of `time.perf_counter`; None before."""
+        return self._sink.started
 
     def __aiter__(self) -> DeltaStream:
         return self
