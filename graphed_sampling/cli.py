@@ -1,4 +1,4 @@
-"""The command line: `graphed-sampling demo` and `graphed-sampling doctor`."""
+"""The command line: `graphed-sampling demo`, `serve`, `trace` and `doctor`."""
 
 from __future__ import annotations
 
@@ -74,11 +74,7 @@ def demo(
     plain: Annotated[bool, typer.Option("--plain", help="No live display, no colour.")] = False,
 ) -> None:
     """Watch a small language model answer many prompts at once, each with its own parameters."""
-    if missing := [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]:
-        _fail(
-            f"The demo needs {', '.join(missing)}; in a checkout of the source:  "
-            'pip install --no-build-isolation ".[demo]"'
-        )
+    _need("The demo", _DEMO_PACKAGES, "demo")
 
     import torch
 
@@ -109,6 +105,50 @@ def demo(
     )
     try:
         run_demo(options)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+    except ModelMissingError as error:
+        _fail(str(error))
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="To listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    slots: Annotated[int, typer.Option(min=1, help="Answers in the making at once.")] = 8,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of a prompt and its answer.")
+    ] = 1024,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait for a slot.")] = 64,
+    depth: Annotated[int, typer.Option(min=0, help="Steps ahead; 0 overlaps nothing.")] = 1,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds for requests at the end.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="The sampler's; see doctor.")] = "auto",
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests that bring none; default: the system's.")
+    ] = None,
+) -> None:
+    """Serve the demo's model as OpenAI's /v1/completions do: an example of a server."""
+    _need("The server", (*_DEMO_PACKAGES, "fastapi", "uvicorn", "prometheus_client"), "demo,server")
+
+    from graphed_sampling.demo.model import ModelMissingError
+    from graphed_sampling.demo.run import OptionError
+    from graphed_sampling.demo.serve import ServerOptions, serve_model
+
+    options = ServerOptions(
+        host=host,
+        port=port,
+        slots=slots,
+        max_length=max_length,
+        max_waiting=max_waiting,
+        depth=depth,
+        drain_seconds=drain,
+        device=device,
+        backend=backend,
+        seed=seed,
+    )
+    try:
+        serve_model(options)
     except OptionError as error:
         raise typer.BadParameter(str(error)) from error
     except ModelMissingError as error:
@@ -159,6 +199,14 @@ def _gpu(index: int) -> str:
         f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
         f"{properties.total_memory / 2**30:.0f} GiB"
     )
+
+
+def _need(what: str, packages: tuple[str, ...], extras: str) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        _fail(
+            f"{what} needs {', '.join(missing)}; in a checkout of the source:  "
+            f'pip install --no-build-isolation ".[{extras}]"'
+        )
 
 
 def _fail(message: str) -> NoReturn:

@@ -862,6 +862,21 @@ def test_a_token_that_the_grammar_refuses_ends_its_request() -> None:
     run(main)
 
 
+def test_a_grammar_without_a_way_on_ends_its_request() -> None:
+    async def main() -> None:
+        async with make_loop(2) as loop:
+            stuck = loop.generate(
+                [1], SamplingParams(seed=1), grammar=lambda: Cycle([[3, 5], [7], []], 9)
+            )
+            deltas = []
+            with pytest.raises(StepLoopError, match="the grammar allows no token"):
+                async for delta in stuck:
+                    deltas.append(delta)
+            assert tokens_of(deltas)[1:] == [7]
+
+    run(main)
+
+
 SCHEMA = json.dumps(
     {
         "type": "object",

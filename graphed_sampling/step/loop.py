@@ -219,6 +219,11 @@ class StepLoop:
         """Samples that have a slot."""
         return len(self._prefilling) + len(self._running)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop, None while it is well."""
+        return self._error
+
     def generate(
         self,
         prompt_token_ids: Sequence[int] | npt.NDArray[np.integer],
@@ -752,6 +757,8 @@ def _next_mask(sample: Sample, token: int | None) -> bool:
             return True
     bitmask.fill_(-1)
     matcher.fill_next_token_bitmask(bitmask, 0)
+    if not bitmask.any():
+        raise RuntimeError("the grammar allows no token of the vocabulary here")
     return False
 
 
