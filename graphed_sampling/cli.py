@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 try:
@@ -153,6 +154,49 @@ def serve(
         raise typer.BadParameter(str(error)) from error
     except ModelMissingError as error:
         _fail(str(error))
+
+
+@app.command()
+def trace(
+    out: Annotated[Path, typer.Option(help="The files, without .json and .png.")] = Path("trace"),
+    steps: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 16,
+    depth: Annotated[int, typer.Option(min=0, help="Steps ahead; 0 overlaps nothing.")] = 1,
+    size: Annotated[str, typer.Option(help="Of the random model: tiny, 135m or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="The sampler's; see doctor.")] = "auto",
+) -> None:
+    """Run steps of a loop, and write what GPU, CPU and event loop did when.
+
+    A trace for ui.perfetto.dev, and a picture of some steps from the middle.
+    """
+    _need("The trace", (*_DEMO_PACKAGES, "matplotlib"), "demo,trace")
+
+    from graphed_sampling.demo.run import OptionError
+    from graphed_sampling.demo.trace import SHAPES, TraceOptions, run_trace
+
+    if size not in ("auto", *SHAPES):
+        raise typer.BadParameter(f"--size {size}: one of auto, {', '.join(SHAPES)}")
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"--out {out}: there is no folder {out.parent}")
+    options = TraceOptions(
+        out=out,
+        steps=steps,
+        requests=requests,
+        depth=depth,
+        size=size,
+        device=device,
+        backend=backend,
+    )
+    try:
+        summary = run_trace(options)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(
+        f"{summary.steps} steps, {summary.tokens} tokens; the device idle {summary.idle:.1%} of "
+        f"the time; loop lag {1000 * summary.lag_p50:.2f} ms, p99 {1000 * summary.lag_p99:.2f} ms\n"
+        f"{out.with_suffix('.json')} for ui.perfetto.dev, {out.with_suffix('.png')}"
+    )
 
 
 @app.command()
