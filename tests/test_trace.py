@@ -117,7 +117,7 @@ def test_the_random_model_does_not_depend_on_batch_or_chunks(device: str) -> Non
         )
         table = RequestTable(num_slots, TINY.vocab_size, device=place)
         sampler = GraphedSampler(table, logits_dtype=model.dtype, backend="auto")
-        forward = RandomForward(model, sampler)
+        forward = RandomForward.of(model, sampler)
 
         def checked(batch: StepBatch) -> torch.Tensor:
             assert batch.span <= 40

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphed_sampling.graph import GraphedSampler
-from graphed_sampling.staging import PinnedRing
+from graphed_sampling.staging import PinnedRing, StagingStats
 from graphed_sampling.step.loop import StepBatch
 
 
@@ -118,23 +119,38 @@ class RandomModel:
 
 
 class RandomForward:
-    """`forward` of a StepLoop over a `RandomModel`; writes to the sampler's input buffer.
+    """`forward` of a StepLoop over a `RandomModel`.
 
-    The constructor captures on a GPU: no slot may be admitted then.
+    last_token_ids, positions: int64 [num_slots] on the device, a table's: of each slot the last
+    token, and the index of the next one. logits: [rows, vocab_size], where rows of a step go.
+    row_buckets: captured on a GPU, in the constructor; no slot may be admitted then.
     """
 
-    def __init__(self, model: RandomModel, sampler: GraphedSampler) -> None:
+    def __init__(
+        self,
+        model: RandomModel,
+        last_token_ids: Tensor,
+        positions: Tensor,
+        logits: Tensor,
+        row_buckets: Sequence[int],
+    ) -> None:
         self.model = model
-        self._sampler = sampler
-        self._table = sampler.table
-        self._buckets = sampler.row_buckets
+        self._last_token_ids, self._positions = last_token_ids, positions
+        self._logits = logits
+        self._buckets = row_buckets
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        rows = self._buckets[-1]
+        rows = row_buckets[-1]
         self._slots = torch.full((rows,), -1, dtype=torch.int32, device=model.device)
-        stats = self._table.staging_stats
-        self._ring = PinnedRing(model.device, rows, 4, stats)
+        self._ring = PinnedRing(model.device, rows, 4, StagingStats())
         if model.device.type == "cuda":
             self._capture()
+
+    @classmethod
+    def of(cls, model: RandomModel, sampler: GraphedSampler) -> RandomForward:
+        """For a loop with this sampler: into its input buffer, in its buckets."""
+        table, buckets = sampler.table, sampler.row_buckets
+        logits = sampler.logits_buffer(buckets[-1])
+        return cls(model, table.last_token_ids, table.positions, logits, buckets)
 
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
@@ -162,17 +178,17 @@ class RandomForward:
         held = slots.clamp(min=0)
         # A padding row reads token 0 at position 0 of the slot that is nobody's.
         real = slots >= 0
-        token_ids = self._table.last_token_ids[held].clamp(min=0)
-        positions = torch.where(real, self._table.positions[held] - 1, 0).clamp(0, span - 1)
+        token_ids = self._last_token_ids[held].clamp(min=0)
+        positions = torch.where(real, self._positions[held] - 1, 0).clamp(0, span - 1)
         slots = torch.where(real, slots, model.num_slots)
         hidden = model.hidden(token_ids.unsqueeze(1), positions.unsqueeze(1), slots, span)
-        model.write_logits(hidden, self._sampler.logits_buffer(rows))
+        model.write_logits(hidden, self._logits[:rows])
 
     def __call__(self, batch: StepBatch) -> Tensor:
         count = batch.num_decoding
         if count:
             self.decode(batch.slots[:count].numpy(), batch.span)
-        logits = self._sampler.logits_buffer(len(batch.slots))
+        logits = self._logits[: len(batch.slots)]
         row = count
         for chunk in batch.prefill:
             hidden = self.prefill(chunk.slot, chunk.token_ids, chunk.start)
@@ -182,7 +198,7 @@ class RandomForward:
         return logits
 
     def decode(self, slots: npt.NDArray[np.int32], span: int) -> None:
-        """Logits of the rows' next tokens to the sampler's buffer. slots: int32 [n]."""
+        """Logits of the next tokens of slots, int32 [n], to the first rows of the buffer."""
         rows = self._buckets[bisect_left(self._buckets, len(slots))] if self._graphs else len(slots)
         padded = np.full(rows, -1, np.int32)
         padded[: len(slots)] = slots

@@ -69,7 +69,7 @@ def run_trace(options: TraceOptions) -> TraceSummary:
     loop = StepLoop(
         table,
         sampler,
-        RandomForward(model, sampler),
+        RandomForward.of(model, sampler),
         depth=options.depth,
         max_length=capacity,
         max_unread=capacity,

@@ -51,6 +51,7 @@ from graphed_sampling.table import RequestTable, device_guard
 SLICE_SECONDS: Final = 0.0005
 """Bookkeeping yields to the event loop at least so often."""
 MAX_STOP_STRINGS: Final = 16
+_REASONS: Final = tuple(FinishReason)  # by value; calling the enum takes ten times as long
 
 
 @dataclass(frozen=True)
@@ -405,7 +406,8 @@ class StepLoop:
         rows = len(result.rows)
         begin = time.perf_counter()
         if rows:
-            arrays = _HostArrays(StepOutput(result._slot.host[:rows], self.table.layout))
+            output = StepOutput(result._slot.host[:rows], self.table.layout)
+            arrays = _HostArrays(output, result.rows)
             tokens, reasons = result._tokens, result._reasons
             for row, sample in enumerate(result.rows):
                 if sample.done or tokens[row] < 0:
@@ -565,7 +567,7 @@ class StepLoop:
             self._vacate(sample)
         elif sample.matcher is not None:
             self._ask_matcher(sample, token)
-        delta = Delta(sample.index, (token,), text, logprobs, FinishReason(reason), stop)
+        delta = Delta(sample.index, (token,), text, logprobs, _REASONS[reason], stop)
         self._put(sample.sink, delta)
 
     def _put(self, sink: Sink, delta: Delta) -> None:
@@ -724,26 +726,34 @@ class StepLoop:
 
 
 class _HostArrays:
-    """A step's output on the host; what few rows ask for is looked at when they do."""
+    """What the rows of a step report, on the host: taken from the record when the first row asks,
+    for all rows at once, since a look at one element costs as much as a list of them."""
 
-    def __init__(self, output: StepOutput) -> None:
+    def __init__(self, output: StepOutput, rows: Sequence[Sample]) -> None:
         self._output = output
-        self._logprobs: list[float] | None = None
-        self._ranks: list[int] | None = None
+        self._rows = rows
+        self._lists: tuple[list[Any], ...] | None = None
+
+    def _read(self) -> tuple[list[Any], ...]:
+        output = self._output
+        most = max(sample.params.logprobs or 0 for sample in self._rows)
+        given = max(sample.given for sample in self._rows)
+        return (
+            output.logprobs.tolist(),
+            output.ranks.tolist(),
+            output.top_token_ids[:, :most].tolist(),
+            output.top_logprobs[:, :most].tolist(),
+            output.given_logprobs[:, :given].tolist(),
+        )
 
     def logprobs(self, sample: Sample, row: int, token: int) -> TokenLogprobs:
-        output, params = self._output, sample.params
-        if self._logprobs is None or self._ranks is None:
-            self._logprobs, self._ranks = output.logprobs.tolist(), output.ranks.tolist()
-        top: tuple[tuple[int, float], ...] = ()
-        if params.logprobs:
-            count = params.logprobs
-            ids = output.top_token_ids[row, :count].tolist()
-            top = tuple(zip(ids, output.top_logprobs[row, :count].tolist(), strict=True))
-        given: tuple[float, ...] = ()
-        if sample.given:
-            given = tuple(output.given_logprobs[row, : sample.given].tolist())
-        return TokenLogprobs(token, self._logprobs[row], self._ranks[row], top, given)
+        if self._lists is None:
+            self._lists = self._read()
+        logprobs, ranks, top_ids, top_logprobs, given = self._lists
+        count = sample.params.logprobs
+        top = tuple(zip(top_ids[row][:count], top_logprobs[row], strict=False)) if count else ()
+        own = tuple(given[row][: sample.given]) if sample.given else ()
+        return TokenLogprobs(token, logprobs[row], ranks[row], top, own)
 
 
 def _next_mask(sample: Sample, token: int | None) -> bool:

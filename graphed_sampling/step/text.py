@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -66,24 +67,32 @@ class StopStrings:
         self._stops = stops
         self._held = ""
         self._longest = max(map(len, stops))
+        # Most text holds none of these, which one look at a compiled expression tells.
+        self._any = re.compile("|".join(map(re.escape, stops)))
+        self._first = re.compile("|".join(re.escape(stop[0]) for stop in stops))
+        self._beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that can be shown, and the stop string that ended the answer, if one did."""
         held = self._held + text
-        found = None
-        for stop in self._stops:
-            start = held.find(stop)
-            if start >= 0:
-                place = (start + len(stop), start, stop)
-                found = place if found is None else min(found, place)
-        if found is not None:
+        if self._any.search(held):
+            places = [
+                (start + len(stop), start, stop)
+                for stop in self._stops
+                if (start := held.find(stop)) >= 0
+            ]
+            _, start, stop = min(places)
             self._held = ""
-            return held[: found[1]], found[2]
-        keep = min(len(held), self._longest - 1)
-        while keep and not any(stop.startswith(held[-keep:]) for stop in self._stops):
-            keep -= 1
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep], None
+            return held[:start], stop
+        begin = max(len(held) - self._longest + 1, 0)
+        while (match := self._first.search(held, begin)) is not None:
+            begin = match.start()
+            if held[begin:] in self._beginnings:
+                self._held = held[begin:]
+                return held[:begin], None
+            begin += 1
+        self._held = ""
+        return held, None
 
     def flush(self) -> str:
         """What was held back: the answer has ended."""
