@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import statistics
@@ -32,20 +33,18 @@ import torch
 from common import default_device, environment, synchronize
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, decoders, models
-from tokenizers.decoders import DecodeStream
 
 from graphed_sampling import (
     GraphedSampler,
     HostStream,
+    IncrementalDecoder,
     LagProbe,
     RequestTable,
     SamplingParams,
     StepLoop,
     gpu_future,
 )
-from graphed_sampling.demo.random_model import RandomForward, RandomModel
-from graphed_sampling.demo.trace import SHAPES
+from graphed_sampling.demo.random_model import SHAPES, RandomForward, RandomModel
 from graphed_sampling.step.futures import eventfd_problem
 from graphed_sampling.step.text import StopStrings
 
@@ -58,20 +57,34 @@ SETTINGS = {
 
 
 class Detokenizer:
-    """Real detokenising, of made-up words: a `TokenDecoder`."""
+    """Real detokenising, of made-up words: a `TokenDecoder`.
 
-    tokenizer: Tokenizer
+    By tokenizers where it is installed, as the demo does it; else in Python, which takes longer.
+    """
+
+    tokenizer: Any = None
 
     @classmethod
     def prepare(cls, vocab_size: int) -> None:
+        if importlib.util.find_spec("tokenizers") is None:
+            return
+        from tokenizers import Tokenizer, decoders, models
+
         vocabulary = {f"\u0120word{i}": i for i in range(vocab_size)}
         cls.tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         cls.tokenizer.decoder = decoders.ByteLevel()
 
     def __init__(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream: Any = None
+        if self.tokenizer is not None:
+            from tokenizers.decoders import DecodeStream
+
+            self._stream = DecodeStream(skip_special_tokens=True)
+        self._incremental = IncrementalDecoder(lambda ids: "".join(f" word{i}" for i in ids))
 
     def push(self, token_id: int) -> str:
+        if self._stream is None:
+            return self._incremental.push(token_id)
         return self._stream.step(self.tokenizer, token_id) or ""
 
     def flush(self) -> str:
@@ -123,7 +136,7 @@ async def wait_again_and_again(
     for _ in range(3):
         work()
         await gpu_future(stream, wait=wait)  # type: ignore[arg-type]
-    probe = LagProbe(every=0.001)
+    probe = LagProbe(every=0.02)  # seldom: its thread is a part of the process's CPU time
     probe.start()
     wake_ups = []
     begun, cpu = time.perf_counter(), time.process_time()
@@ -156,11 +169,12 @@ class Contender:
         self.logits = torch.zeros(
             batch, self.shape.vocab_size, dtype=self.model.dtype, device=device
         )
-        self.forward = RandomForward(self.model, self.tokens, self.positions, self.logits, (batch,))
         self.sampling = FlashInferSampling if has_flashinfer(device) else TorchSampling
         self.table = RequestTable(batch, self.shape.vocab_size, device=device, seed=0)
         self.sampler = GraphedSampler(self.table, logits_dtype=self.model.dtype)
         self.step_forward = RandomForward.of(self.model, self.sampler)
+        buckets = self.sampler.row_buckets
+        self.forward = RandomForward(self.model, self.tokens, self.positions, self.logits, buckets)
 
     def prompts(self) -> list[list[int]]:
         size = self.shape.vocab_size
@@ -190,8 +204,6 @@ async def serve(
     """Tokens per second of each request."""
 
     async def one(prompt: list[int], length: int) -> float:
-        import dataclasses
-
         begun, count = time.perf_counter(), 0
         own = dataclasses.replace(params, max_tokens=length)
         async for delta in loop.generate(prompt, own, stop=STOPS):
@@ -334,6 +346,8 @@ def main() -> None:
     options = parser.parse_args()
     device = default_device()
     on_gpu = device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(1)  # barriers between threads would cost more than so small a model
     size = options.size or ("135m" if on_gpu else "tiny")
     batches = options.batches or ([1, 8, 32, 64, 128] if on_gpu else [1, 8])
     parts = options.parts or ["waiting", "overlap", "end"]

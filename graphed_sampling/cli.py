@@ -172,8 +172,9 @@ def trace(
     """
     _need("The trace", (*_DEMO_PACKAGES, "matplotlib"), "demo,trace")
 
+    from graphed_sampling.demo.random_model import SHAPES
     from graphed_sampling.demo.run import OptionError
-    from graphed_sampling.demo.trace import SHAPES, TraceOptions, run_trace
+    from graphed_sampling.demo.trace import TraceOptions, run_trace
 
     if size not in ("auto", *SHAPES):
         raise typer.BadParameter(f"--size {size}: one of auto, {', '.join(SHAPES)}")

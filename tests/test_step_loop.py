@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -687,6 +688,25 @@ def test_bookkeeping_yields_every_half_millisecond(monkeypatch: pytest.MonkeyPat
     run(main)
 
 
+def test_under_uvloop() -> None:
+    if importlib.util.find_spec("uvloop") is None:
+        pytest.skip("uvloop is not installed")
+    import uvloop
+
+    async def main() -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=20)
+        async with make_loop(3) as loop:
+            streams = [loop.generate([i + 1], params) for i in range(8)]
+            await streams[5].aclose()
+            for i, stream in enumerate(streams):
+                tokens = tokens_of(await collect(stream))
+                assert tokens == ([] if i == 5 else usual_loop([i + 1], params)[0])
+
+    event_loop = uvloop.new_event_loop()
+    event_loop.run_until_complete(asyncio.wait_for(main(), WAITED_FOR))
+    event_loop.close()
+
+
 def test_another_event_loop_is_refused() -> None:
     loop = make_loop()
 
@@ -942,11 +962,15 @@ def test_a_json_schema_by_xgrammar(device: str) -> None:
 # --------------------------------------------------------------------------- the process
 
 
+PATIENCE = 4.0
+"""Seconds: it takes one on an idle machine, most of which is Python's own way out, and tests run
+on busy ones. Without its care the process would wait for streams that take minutes."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
-def test_a_signal_ends_the_process_within_a_second(number: int) -> None:
+def test_a_signal_ends_the_process_soon(number: int) -> None:
     program = """
-        import asyncio, sys, time
-        sys.path.insert(0, "tests")
+        import asyncio, time
         from test_step_loop import *
 
         class Slow(LoopModel):
@@ -971,13 +995,14 @@ def test_a_signal_ends_the_process_within_a_second(number: int) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parent,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "runs\n"
     begun = time.monotonic()
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - begun < 1.0, errors
+    assert time.monotonic() - begun < PATIENCE, errors
     if number == signal.SIGTERM:
         assert process.returncode == -signal.SIGTERM
     else:

@@ -5,4 +5,7 @@ engine.py   the model as `forward` of a `StepLoop`, requests and their answers
 prompts.py  the built-in requests
 screen.py   the terminal
 run.py      all of it together
+server.py   OpenAI's /v1/completions over any `StepLoop`; serve.py has it over the demo's model
+
+random_model.py has a model of any shape with random weights, trace.py what a loop does when.
 """

@@ -34,6 +34,7 @@ class Shape(NamedTuple):
 
 SMOLLM2_135M: Final = Shape(30, 576, 9, 3, 1536, 49152)
 TINY: Final = Shape(2, 64, 4, 2, 128, 2048)
+SHAPES: Final = {"tiny": TINY, "135m": SMOLLM2_135M}
 
 _WARM_UPS: Final = 2
 
@@ -179,8 +180,8 @@ class RandomForward:
         # A padding row reads token 0 at position 0 of the slot that is nobody's.
         real = slots >= 0
         token_ids = self._last_token_ids[held].clamp(min=0)
-        positions = torch.where(real, self._positions[held] - 1, 0).clamp(0, span - 1)
-        slots = torch.where(real, slots, model.num_slots)
+        positions = (self._positions[held] - 1).masked_fill(~real, 0).clamp(0, span - 1)
+        slots = slots.masked_fill(~real, model.num_slots)
         hidden = model.hidden(token_ids.unsqueeze(1), positions.unsqueeze(1), slots, span)
         model.write_logits(hidden, self._logits[:rows])
 

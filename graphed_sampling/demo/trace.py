@@ -18,11 +18,10 @@ from graphed_sampling import (
     StepLoop,
     Tracer,
 )
-from graphed_sampling.demo.random_model import SMOLLM2_135M, TINY, RandomForward, RandomModel
+from graphed_sampling.demo.random_model import SHAPES, RandomForward, RandomModel
 from graphed_sampling.demo.run import pick_backend, pick_device
 from graphed_sampling.step.trace import LANES, Span
 
-SHAPES: Final = {"tiny": TINY, "135m": SMOLLM2_135M}
 _PROMPT_TOKENS: Final = 16
 _PICTURED_STEPS: Final = 12
 _COLOURS: Final = {"step": "#3b75af", "enqueue": "#c44e52", "bookkeep": "#55a868", "lag": "#8c8c8c"}

@@ -194,6 +194,7 @@ class StepLoop:
         words = table.layout.output_words
         self._wait: Wait = wait
         self._ring = OutputRing(table.device, self._num_slots, words, self.depth + 2, wait=wait)
+        self._views: dict[OutputSlot, _HostViews] = {}
         on_gpu = table.device.type == "cuda"
         self._stream = torch.cuda.current_stream(table.device) if on_gpu else None
         self._host_stream = None if on_gpu else HostStream("step-loop")
@@ -406,14 +407,13 @@ class StepLoop:
         rows = len(result.rows)
         begin = time.perf_counter()
         if rows:
-            output = StepOutput(result._slot.host[:rows], self.table.layout)
-            arrays = _HostArrays(output, result.rows)
+            reports = _Reports(self._views_of(result._slot), result.rows)
             tokens, reasons = result._tokens, result._reasons
             for row, sample in enumerate(result.rows):
                 if sample.done or tokens[row] < 0:
                     continue  # a row-step that was under way when the request ended
                 try:
-                    self._advance(sample, row, tokens[row], reasons[row], arrays)
+                    self._advance(sample, row, tokens[row], reasons[row], reports)
                 except Exception as error:
                     self._end(sample.sink, error)
                 now = time.perf_counter()
@@ -536,16 +536,22 @@ class StepLoop:
             raise error
         rows = len(result.rows)
         if rows:
-            output = StepOutput(result._slot.host[:rows], self.table.layout)
-            result._tokens = output.token_ids.tolist()
-            result._reasons = output.finish_reason.tolist()
+            views = self._views_of(result._slot)
+            result._tokens = views.token_ids[:rows].tolist()
+            result._reasons = views.finish_reason[:rows].tolist()
             for sample, reason in zip(result.rows, result._reasons, strict=True):
                 if reason and sample.slot >= 0:
                     self._vacate(sample)
         self._time(result)
 
+    def _views_of(self, slot: OutputSlot) -> _HostViews:
+        views = self._views.get(slot)
+        if views is None:
+            views = self._views[slot] = _HostViews(StepOutput(slot.host, self.table.layout))
+        return views
+
     def _advance(
-        self, sample: Sample, row: int, token: int, reason: int, arrays: _HostArrays
+        self, sample: Sample, row: int, token: int, reason: int, reports: _Reports
     ) -> None:
         """One more token of a sample to its caller."""
         self.totals.tokens += 1
@@ -562,7 +568,7 @@ class StepLoop:
                     reason = FinishReason.STOP
                 elif reason:
                     text += sample.stops.flush()
-        logprobs = (arrays.logprobs(sample, row, token),) if sample.reports else ()
+        logprobs = (reports.of(sample, row, token),) if sample.reports else ()
         if reason:
             self._vacate(sample)
         elif sample.matcher is not None:
@@ -725,28 +731,41 @@ class StepLoop:
             self.tracer.add("CPU phase", f"bookkeep {result.number}", begin, end)
 
 
-class _HostArrays:
-    """What the rows of a step report, on the host: taken from the record when the first row asks,
-    for all rows at once, since a look at one element costs as much as a list of them."""
+class _HostViews:
+    """The parts of an output record in an entry of the ring; made once, the entries stay."""
 
-    def __init__(self, output: StepOutput, rows: Sequence[Sample]) -> None:
-        self._output = output
+    def __init__(self, output: StepOutput) -> None:
+        self.token_ids = output.token_ids.numpy()
+        self.finish_reason = output.finish_reason.numpy()
+        self.logprobs = output.logprobs.numpy()
+        self.ranks = output.ranks.numpy()
+        self.top_token_ids = output.top_token_ids.numpy()
+        self.top_logprobs = output.top_logprobs.numpy()
+        self.given_logprobs = output.given_logprobs.numpy()
+
+
+class _Reports:
+    """What the rows of a step report beside their tokens: read when the first row asks, for all
+    rows at once, since a look at one element costs as much as a list of them."""
+
+    def __init__(self, views: _HostViews, rows: Sequence[Sample]) -> None:
+        self._views = views
         self._rows = rows
         self._lists: tuple[list[Any], ...] | None = None
 
     def _read(self) -> tuple[list[Any], ...]:
-        output = self._output
+        views, rows = self._views, len(self._rows)
         most = max(sample.params.logprobs or 0 for sample in self._rows)
         given = max(sample.given for sample in self._rows)
         return (
-            output.logprobs.tolist(),
-            output.ranks.tolist(),
-            output.top_token_ids[:, :most].tolist(),
-            output.top_logprobs[:, :most].tolist(),
-            output.given_logprobs[:, :given].tolist(),
+            views.logprobs[:rows].tolist(),
+            views.ranks[:rows].tolist(),
+            views.top_token_ids[:rows, :most].tolist(),
+            views.top_logprobs[:rows, :most].tolist(),
+            views.given_logprobs[:rows, :given].tolist(),
         )
 
-    def logprobs(self, sample: Sample, row: int, token: int) -> TokenLogprobs:
+    def of(self, sample: Sample, row: int, token: int) -> TokenLogprobs:
         if self._lists is None:
             self._lists = self._read()
         logprobs, ranks, top_ids, top_logprobs, given = self._lists
