@@ -6,8 +6,9 @@ from graphed_sampling.graph import CaptureReport, GraphedSampler
 from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.sampler import Sampler, StepOutput, new_output, new_scratch
+from graphed_sampling.step.batch import PrefillChunk, StepBatch
 from graphed_sampling.step.futures import GraphSignal, HostStream, gpu_future
-from graphed_sampling.step.loop import PrefillChunk, StepBatch, StepLoop, StepResult
+from graphed_sampling.step.loop import StepLoop, StepResult
 from graphed_sampling.step.requests import (
     Delta,
     DeltaStream,

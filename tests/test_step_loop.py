@@ -665,7 +665,8 @@ def test_bookkeeping_yields_every_half_millisecond(monkeypatch: pytest.MonkeyPat
         streams = [loop.submit([i % 60 + 1], params) for i in range(40)]
         result = await loop.async_forward()
         assert result is not None
-        await result.arrival
+        await result.wait()
+        assert result.arrived
         monkeypatch.setattr(loop_module, "time", Clock)
         turns = [now[0]]
 

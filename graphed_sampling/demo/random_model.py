@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphed_sampling.graph import GraphedSampler
 from graphed_sampling.staging import PinnedRing, StagingStats
-from graphed_sampling.step.loop import StepBatch
+from graphed_sampling.step.batch import StepBatch
 
 
 class Shape(NamedTuple):

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -411,14 +412,35 @@ class HostStream:
         self._queue.put((future, function))
         return future
 
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """`submit`, with a future of the running loop; cancelling it does not stop the work."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def tell(job: concurrent.futures.Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(_copy_result, job, future)
+
+        self.submit(function).add_done_callback(tell)
+        return future
+
     def future(self) -> asyncio.Future[None]:
         """Done, in the running loop, when everything submitted so far is."""
-        return asyncio.wrap_future(self.submit(_nothing))
+        return self.run(_nothing)
 
     def close(self) -> None:
         """End the thread after what was submitted; waits for nothing."""
         self._closed = True
         self._queue.put(None)
+
+
+def _copy_result(job: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:
+    if future.done():  # cancelled
+        return
+    if (error := job.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(job.result())
 
 
 _Job = tuple[concurrent.futures.Future[Any], Callable[[], Any]]

@@ -21,17 +21,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from graphed_sampling.layout import FinishReason
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.sampler import StepOutput
+from graphed_sampling.step.batch import Forward, PrefillChunk, SamplerLike, StepBatch
+from graphed_sampling.step.clock import Base, Clock, Mark
 from graphed_sampling.step.futures import HostStream, Wait, gpu_future
+from graphed_sampling.step.reports import HostViews, Reports
 from graphed_sampling.step.requests import (
     Delta,
     DeltaStream,
@@ -40,7 +42,6 @@ from graphed_sampling.step.requests import (
     Sample,
     Sink,
     StepLoopError,
-    TokenLogprobs,
     as_prompt,
 )
 from graphed_sampling.step.ring import OutputRing, OutputSlot
@@ -54,66 +55,28 @@ MAX_STOP_STRINGS: Final = 16
 _REASONS: Final = tuple(FinishReason)  # by value; calling the enum takes ten times as long
 
 
-@dataclass(frozen=True)
-class PrefillChunk:
-    """A piece of a prompt that was admitted to `slot`; `last` when the prompt ends with it."""
-
-    slot: int
-    token_ids: npt.NDArray[np.int64]
-    start: int
-    """Position of the first of them."""
-    last: bool
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """What `forward` is to compute.
-
-    slots: int32 [n] on the CPU, the rows whose next token will be drawn: first `num_decoding` that
-    read their last token (`last_token_ids[slot]`, at position `positions[slot] - 1`, on the
-    device), then one for each chunk of `prefill` that is the last of its prompt, in that order.
-    prefill: chunks of prompts. freed: slots that were given back since the last call; a chunk with
-    start 0 begins anew in its slot. span: no position of this step is >= it.
-    last_token_ids, positions: int64 [max_requests], the table's; they hold for all admitted slots.
-    grammar_bitmask: int32 [n, words] on the CPU, or None: for a forward that samples itself.
-    """
-
-    slots: Tensor
-    num_decoding: int
-    prefill: tuple[PrefillChunk, ...]
-    freed: tuple[int, ...]
-    span: int
-    last_token_ids: Tensor
-    positions: Tensor
-    grammar_bitmask: Tensor | None
-
-
-Forward = Callable[[StepBatch], "Tensor | StepOutput"]
-
-
-class SamplerLike(Protocol):
-    """`Sampler` or `GraphedSampler`."""
-
-    table: RequestTable
-
-    def __call__(
-        self, logits: Tensor, slots: Tensor, *, grammar_bitmask: Tensor | None = None
-    ) -> StepOutput: ...
-
-
 @dataclass(eq=False)
 class StepResult:
-    """One step that has been enqueued. `arrival` is done when its output is on the host."""
+    """One step that has been enqueued. `arrived` when its output is on the host."""
 
     number: int
     rows: tuple[Sample, ...]
-    arrival: asyncio.Future[Any]
+    _arrival: asyncio.Future[Any]
     _slot: OutputSlot
-    _clock: _Clock
+    _clock: Clock
     _tokens: list[int] = field(default_factory=list)
     _reasons: list[int] = field(default_factory=list)
     _settled: bool = False
     _after_pause: bool = False
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the output, or an error, is there."""
+        return self._arrival.done()
+
+    async def wait(self) -> None:
+        """Until it has arrived. May be cancelled, which stops nothing."""
+        await asyncio.wait([self._arrival])
 
 
 @dataclass(frozen=True)
@@ -194,12 +157,12 @@ class StepLoop:
         words = table.layout.output_words
         self._wait: Wait = wait
         self._ring = OutputRing(table.device, self._num_slots, words, self.depth + 2, wait=wait)
-        self._views: dict[OutputSlot, _HostViews] = {}
+        self._views: dict[OutputSlot, HostViews] = {}
         on_gpu = table.device.type == "cuda"
         self._stream = torch.cuda.current_stream(table.device) if on_gpu else None
         self._host_stream = None if on_gpu else HostStream("step-loop")
-        self._base: _Base | None = _Base(self._stream) if self._stream is not None else None
-        self._last_end: _Mark | None = None
+        self._base: Base | None = Base(self._stream) if self._stream is not None else None
+        self._last_end: Mark | None = None
         self._paused = True
 
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -288,7 +251,7 @@ class StepLoop:
                 params = replace(params, max_tokens=limit)
         limit = params.max_tokens or limit
         self._check_open()
-        if self.num_waiting + n > max(self.max_waiting, 1):
+        if self.num_waiting + n > self.max_waiting:
             raise QueueFullError(
                 f"{self.num_waiting} samples wait already: the loop lets {self.max_waiting} wait"
             )
@@ -359,8 +322,8 @@ class StepLoop:
         """Plan a step and enqueue it; None, with nothing done, when there is nothing to do.
 
         It waits for no device, but for an entry of the output ring when `depth` + 2 results have
-        not been bookkept. On a GPU an error of `forward` is raised here, on the CPU by the result's
-        `arrival`.
+        not been bookkept. An error of `forward` is raised here on a GPU, and on the CPU by
+        `async_bookkeep`.
         """
         started = time.perf_counter()
         slot = self._ring.try_acquire() or await self._ring.acquire()
@@ -369,10 +332,10 @@ class StepLoop:
             if plan is None:
                 slot.release()
                 return None
-            clock = _Clock(self._base)
+            clock = Clock(self._base)
             phase = partial(self._gpu_phase, plan, slot, clock)
             if self._host_stream is not None:
-                arrival: asyncio.Future[Any] = asyncio.wrap_future(self._host_stream.submit(phase))
+                arrival: asyncio.Future[Any] = self._host_stream.run(phase)
             else:
                 phase()
                 # Without rows there is no copy to wait for.
@@ -401,13 +364,13 @@ class StepLoop:
         slots of requests that ended are given back. Yields to the event loop every half a
         millisecond.
         """
-        if not result.arrival.done():
-            await asyncio.wait([result.arrival])
+        if not result.arrived:
+            await result.wait()
         self._settle(result)
         rows = len(result.rows)
         begin = time.perf_counter()
         if rows:
-            reports = _Reports(self._views_of(result._slot), result.rows)
+            reports = Reports(self._views_of(result._slot), result.rows)
             tokens, reasons = result._tokens, result._reasons
             for row, sample in enumerate(result.rows):
                 if sample.done or tokens[row] < 0:
@@ -495,7 +458,7 @@ class StepLoop:
         )
         return _Plan(released, admitted, batch, tuple(rows))
 
-    def _gpu_phase(self, plan: _Plan, slot: OutputSlot, clock: _Clock) -> None:
+    def _gpu_phase(self, plan: _Plan, slot: OutputSlot, clock: Clock) -> None:
         """Everything that a step enqueues, in order; the only place that touches the table."""
         table = self.table
         on_stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -530,7 +493,7 @@ class StepLoop:
         if result._settled:
             return
         result._settled = True
-        error = result.arrival.exception()
+        error = result._arrival.exception()
         if error is not None:
             result._slot.release()
             raise error
@@ -544,15 +507,13 @@ class StepLoop:
                     self._vacate(sample)
         self._time(result)
 
-    def _views_of(self, slot: OutputSlot) -> _HostViews:
+    def _views_of(self, slot: OutputSlot) -> HostViews:
         views = self._views.get(slot)
         if views is None:
-            views = self._views[slot] = _HostViews(StepOutput(slot.host, self.table.layout))
+            views = self._views[slot] = HostViews(StepOutput(slot.host, self.table.layout))
         return views
 
-    def _advance(
-        self, sample: Sample, row: int, token: int, reason: int, reports: _Reports
-    ) -> None:
+    def _advance(self, sample: Sample, row: int, token: int, reason: int, reports: Reports) -> None:
         """One more token of a sample to its caller."""
         self.totals.tokens += 1
         text, stop = "", None
@@ -662,11 +623,12 @@ class StepLoop:
             while True:
                 self._wake.clear()
                 await self._fill(in_flight)
-                if in_flight and in_flight[0].arrival.done():
+                if in_flight and in_flight[0].arrived:
                     result = in_flight.popleft()
                     self._settle(result)
                     if self.depth:
                         await self._fill(in_flight)
+                        await asyncio.sleep(0)  # enqueuing took a slice of its own
                     await self.async_bookkeep(result)
                 elif not in_flight and self._draining and not self._sinks:
                     return
@@ -681,7 +643,7 @@ class StepLoop:
         finally:
             # The device still writes to what these hold.
             if in_flight:
-                await asyncio.wait([result.arrival for result in in_flight])
+                await asyncio.wait([result._arrival for result in in_flight])
 
     async def _fill(self, in_flight: deque[StepResult]) -> None:
         while len(in_flight) <= self.depth:
@@ -703,7 +665,7 @@ class StepLoop:
         if self._host_stream is None:
             release()
         else:
-            await asyncio.wrap_future(self._host_stream.submit(release))
+            await self._host_stream.run(release)
 
     def _on_arrival(self, future: asyncio.Future[Any]) -> None:
         if not future.cancelled():
@@ -718,7 +680,6 @@ class StepLoop:
             return
         seconds = clock.begin.until(clock.end)
         self.totals.gpu_seconds += seconds
-        self.totals.step_seconds.append(seconds)
         if self._last_end is not None and not result._after_pause:
             self.totals.gpu_idle_seconds += max(self._last_end.until(clock.begin), 0.0)
         self._last_end = clock.end
@@ -729,50 +690,6 @@ class StepLoop:
     def _trace_slice(self, result: StepResult, begin: float, end: float) -> None:
         if self.tracer is not None:
             self.tracer.add("CPU phase", f"bookkeep {result.number}", begin, end)
-
-
-class _HostViews:
-    """The parts of an output record in an entry of the ring; made once, the entries stay."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self.token_ids = output.token_ids.numpy()
-        self.finish_reason = output.finish_reason.numpy()
-        self.logprobs = output.logprobs.numpy()
-        self.ranks = output.ranks.numpy()
-        self.top_token_ids = output.top_token_ids.numpy()
-        self.top_logprobs = output.top_logprobs.numpy()
-        self.given_logprobs = output.given_logprobs.numpy()
-
-
-class _Reports:
-    """What the rows of a step report beside their tokens: read when the first row asks, for all
-    rows at once, since a look at one element costs as much as a list of them."""
-
-    def __init__(self, views: _HostViews, rows: Sequence[Sample]) -> None:
-        self._views = views
-        self._rows = rows
-        self._lists: tuple[list[Any], ...] | None = None
-
-    def _read(self) -> tuple[list[Any], ...]:
-        views, rows = self._views, len(self._rows)
-        most = max(sample.params.logprobs or 0 for sample in self._rows)
-        given = max(sample.given for sample in self._rows)
-        return (
-            views.logprobs[:rows].tolist(),
-            views.ranks[:rows].tolist(),
-            views.top_token_ids[:rows, :most].tolist(),
-            views.top_logprobs[:rows, :most].tolist(),
-            views.given_logprobs[:rows, :given].tolist(),
-        )
-
-    def of(self, sample: Sample, row: int, token: int) -> TokenLogprobs:
-        if self._lists is None:
-            self._lists = self._read()
-        logprobs, ranks, top_ids, top_logprobs, given = self._lists
-        count = sample.params.logprobs
-        top = tuple(zip(top_ids[row][:count], top_logprobs[row], strict=False)) if count else ()
-        own = tuple(given[row][: sample.given]) if sample.given else ()
-        return TokenLogprobs(token, logprobs[row], ranks[row], top, own)
 
 
 def _next_mask(sample: Sample, token: int | None) -> bool:
@@ -796,52 +713,3 @@ def _call_soon(
 ) -> None:
     with suppress(RuntimeError):  # the event loop is closed: nobody waits
         event_loop.call_soon_threadsafe(function, *arguments)
-
-
-class _Base:
-    """A moment on the GPU whose time on the host's clock is known."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
-        self.event.synchronize()
-        self.seconds = time.perf_counter()
-
-
-class _Mark:
-    """A moment of the device's work."""
-
-    def __init__(self, base: _Base | None) -> None:
-        self._base = base
-        if base is None:
-            self._time = time.perf_counter()
-        else:
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def until(self, later: _Mark) -> float:
-        """Seconds; both have passed."""
-        if self._base is None:
-            return later._time - self._time
-        return float(self._event.elapsed_time(later._event)) / 1000
-
-    def seconds(self) -> float:
-        """On the host's clock."""
-        if self._base is None:
-            return self._time
-        return self._base.seconds + float(self._base.event.elapsed_time(self._event)) / 1000
-
-
-class _Clock:
-    """When a step's GPU phase began and ended on the device."""
-
-    def __init__(self, base: _Base | None) -> None:
-        self._base = base
-        self.begin: _Mark | None = None
-        self.end: _Mark | None = None
-
-    def start(self) -> None:
-        self.begin = _Mark(self._base)
-
-    def stop(self) -> None:
-        self.end = _Mark(self._base)

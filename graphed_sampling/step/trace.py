@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 LANES: Final = ("GPU", "CPU phase", "event loop")
@@ -43,8 +43,6 @@ class LoopTotals:
     gpu_idle_seconds: float = 0.0
     requests: int = 0
     cancelled: int = 0
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """On the device, of the newest steps."""
 
 
 class LagProbe:
