@@ -8,6 +8,8 @@ import functools
 import importlib.util
 import io
 import re
+import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -443,6 +445,51 @@ def test_demo_on_the_real_model(
             f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         )
         assert generation.token_ids == greedy_alone(network, generation.request)
+
+
+@pytest.mark.parametrize(
+    "text", ["A plain sentence.", "caf\u00e9 \U0001f600 \u4f60\u597d", "  a\n\n b"]
+)
+def test_the_decoder_of_the_real_tokenizer(real: tuple[Any, Any], text: str) -> None:
+    tokenizer = real[0]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoder = demo_model.StreamDecoder(tokenizer)
+    pieces = [decoder.push(i) for i in [*ids, tokenizer.eos_token_id]] + [decoder.flush()]
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+
+
+def test_the_server_on_the_real_model(
+    real: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import openai
+
+    from graphed_sampling.demo.serve import MODEL_NAME, ServerOptions, load_server
+
+    tokenizer, network = real
+    monkeypatch.setattr(demo_model, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(demo_model, "load_network", lambda path, config, device: network)
+    server = load_server(ServerOptions(port=0, slots=2, max_length=64, device="cpu"))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=20, timeout=60)
+        prompt = "The capital of France is"
+        answer = client.completions.create(
+            model=MODEL_NAME, prompt=prompt, max_tokens=5, temperature=0, logprobs=0
+        )
+        server.should_exit = True
+        thread.join(20)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    request = Request(title="", prompt=prompt, prompt_token_ids=ids, params=params)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_ids == greedy_alone(network, request)
+    assert choice.text.startswith(" Paris")
 
 
 @pytest.mark.usefixtures("extra")

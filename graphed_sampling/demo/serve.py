@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from dataclasses import dataclass
 
 import uvicorn
@@ -37,7 +38,8 @@ def serve_model(options: ServerOptions) -> None:
     """Serve until a signal comes. Errors as `run_demo`."""
     server = load_server(options)
     print(f"Listening at http://{options.host}:{options.port}/v1", flush=True)
-    server.run()
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again when all is over
+        server.run()
 
 
 def load_server(options: ServerOptions) -> uvicorn.Server:
