@@ -644,6 +644,36 @@ def test_a_forward_that_samples_itself() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_outputs_that_a_step_should_not_give(depth: int) -> None:
+    """No finish reason where there must be one, and no token: no one hangs."""
+
+    async def main() -> None:
+        table = RequestTable(2, VOCAB_SIZE, device="cpu")
+        output = new_output(table, 2)
+        output.token_ids.fill_(7)
+
+        def forward(batch: StepBatch) -> StepOutput:
+            return StepOutput(output.record[: len(batch.slots)], table.layout)
+
+        async with StepLoop(table, None, forward, depth=depth) as loop:
+            deltas = await collect(loop.generate([1], SamplingParams(max_tokens=5)))
+            assert tokens_of(deltas) == [7] * 5
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+            output.token_ids.fill_(-1)
+            with pytest.raises(StepLoopError, match="drew no token for slot"):
+                await collect(loop.generate([1], SamplingParams(max_tokens=5)))
+            output.token_ids.fill_(8)
+            assert tokens_of(await collect(loop.generate([1], SamplingParams(max_tokens=2)))) == [
+                8,
+                8,
+            ]
+            await loop.drain()
+        assert table.num_free_slots == 2
+
+    run(main)
+
+
 def test_bookkeeping_yields_every_half_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only the decoders move: each token takes a quarter of a slice."""
     now = [0.0]

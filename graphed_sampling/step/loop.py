@@ -98,6 +98,8 @@ class StepLoop:
     [len(batch.slots), >= vocab_size] on the table's device. It must not wait for the device.
     depth: steps enqueued beyond the one whose output is awaited. 0 is serial: nothing overlaps.
     A request that ends wastes at most `depth` row-steps, one that runs into a stop string one more.
+    1 is enough where bookkeeping takes less than a step; beyond 3 the host may have to wait for an
+    entry of the table's upload ring (`staging_stats` counts it).
     max_prefill_tokens: of prompts, in one step; longer prompts come in chunks. max_prompts: prompts
     in one step. max_length: tokens that a slot can hold, prompt and answer; None is no limit.
     max_waiting: requests that may wait for a slot. max_unread: tokens of a sample that may be
@@ -373,7 +375,7 @@ class StepLoop:
             reports = Reports(self._views_of(result._slot), result.rows)
             tokens, reasons = result._tokens, result._reasons
             for row, sample in enumerate(result.rows):
-                if sample.done or tokens[row] < 0:
+                if sample.done:
                     continue  # a row-step that was under way when the request ended
                 try:
                     self._advance(sample, row, tokens[row], reasons[row], reports)
@@ -515,7 +517,12 @@ class StepLoop:
 
     def _advance(self, sample: Sample, row: int, token: int, reason: int, reports: Reports) -> None:
         """One more token of a sample to its caller."""
+        if token < 0:
+            raise RuntimeError(f"the step drew no token for slot {sample.slot}")
         self.totals.tokens += 1
+        sample.received += 1
+        if not reason and sample.received == sample.limit:
+            reason = FinishReason.LENGTH  # whatever a forward that samples itself reports
         text, stop = "", None
         if sample.decoder is not None:
             # The text of the token that ends an answer is not a part of it.

@@ -89,6 +89,7 @@ class Sample:
         "params",
         "prefilled",
         "prompt",
+        "received",
         "reports",
         "sink",
         "slot",
@@ -122,6 +123,7 @@ class Sample:
         self.slot = -1
         self.prefilled = 0  # prompt tokens given to the model
         self.enqueued = 0  # tokens whose drawing has been enqueued
+        self.received = 0  # tokens that have come from the device
         self.taken = 0  # tokens that the caller has got
         self.given = len(params.logprob_token_ids)
         self.reports = params.logprobs is not None or params.rank or bool(self.given)
