@@ -2,12 +2,16 @@
 
     python bench/bench_loop.py [--size 135m] [--batches 1 8 32 64 128] [--tokens 128] [--json FILE]
 
-The model has the demo's shape and random weights, decoding captured. Three tables:
+The model has the demo's shape and random weights, decoding captured. Four tables:
 
+host      what a step costs the host beside the calls of model and sampler: planning, text, stop
+          strings, logprobs, streaming to one task a request. More than a step of the device is idle
+          time
 waiting   a stream works for some milliseconds, again and again, and one task waits for it: the time
           from the end of the work to the waiter's next line, and the process's CPU time
 overlap   the loop serves a batch with all of its bookkeeping (text, stop strings, logprobs): the
-          device's idle share between steps, and the lag of the event loop. Serial beside it
+          device's idle share between steps, and the lag of the event loop, while all of them
+          decode. Serial beside it
 end       tokens / latency, the mean over requests, against the same model in a loop written the
           usual way: forward, FlashInfer (torch where that is missing) without a graph, `.cpu()`,
           the same bookkeeping, then the next step. Runs take turns, and the best of each counts
@@ -43,6 +47,7 @@ from graphed_sampling import (
     SamplingParams,
     StepLoop,
     gpu_future,
+    new_output,
 )
 from graphed_sampling.demo.random_model import SHAPES, RandomForward, RandomModel
 from graphed_sampling.step.futures import eventfd_problem
@@ -50,6 +55,7 @@ from graphed_sampling.step.text import StopStrings
 
 PROMPT_TOKENS = 32
 STOPS = ("\n\nUser:", "<|stop|>")
+PARTS = ["host", "waiting", "overlap", "end"]
 SETTINGS = {
     "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, logprobs=1, ignore_eos=True),
     "greedy": SamplingParams(temperature=0.0, logprobs=1, ignore_eos=True),
@@ -198,47 +204,50 @@ class Contender:
         )
 
 
-async def serve(
-    loop: StepLoop, contender: Contender, params: SamplingParams, tokens: int
-) -> list[float]:
-    """Tokens per second of each request."""
-
-    async def one(prompt: list[int], length: int) -> float:
-        begun, count = time.perf_counter(), 0
-        own = dataclasses.replace(params, max_tokens=length)
-        async for delta in loop.generate(prompt, own, stop=STOPS):
-            count += len(delta.token_ids)
-        assert count == length
-        return count / (time.perf_counter() - begun)
-
-    requests = zip(contender.prompts(), contender.lengths(tokens), strict=True)
-    return list(await asyncio.gather(*(one(prompt, length) for prompt, length in requests)))
-
-
 def run_step_loop(
     contender: Contender, params: SamplingParams, tokens: int, depth: int
 ) -> dict[str, float]:
+    """Rates from the first moment on; the rest while all requests decode."""
     loop, probe = contender.make_loop(depth), LagProbe()
+    begun = 0
+    totals: dict[str, float] = {}
+
+    async def one(prompt: list[int], length: int) -> float:
+        nonlocal begun
+        start, count = time.perf_counter(), 0
+        own = dataclasses.replace(params, max_tokens=length)
+        async for delta in loop.generate(prompt, own, stop=STOPS):
+            count += len(delta.token_ids)
+            if count == 1:
+                begun += 1
+                if begun == contender.batch:
+                    probe.start()
+                    totals.update(
+                        vars(loop.totals), cpu=time.process_time(), now=time.perf_counter()
+                    )
+            if count == length and not probe.stopped:  # the first that ends
+                probe.stop()
+                for name, value in vars(loop.totals).items():
+                    totals[name] = value - totals[name]
+                totals["cpu"] = time.process_time() - totals["cpu"]
+                totals["now"] = time.perf_counter() - totals["now"]
+        assert count == length
+        return count / (time.perf_counter() - start)
 
     async def main() -> list[float]:
         async with loop:
-            probe.start()
-            rates = await serve(loop, contender, params, tokens)
-            probe.stop()
-            return rates
+            requests = zip(contender.prompts(), contender.lengths(tokens), strict=True)
+            return list(await asyncio.gather(*(one(*request) for request in requests)))
 
-    begun, cpu = time.perf_counter(), time.process_time()
     rates = asyncio.run(main())
-    seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
-    totals = loop.totals
     return {
         "rate": statistics.mean(rates),
-        "idle": totals.gpu_idle_seconds / (totals.gpu_seconds + totals.gpu_idle_seconds),
-        "step_ms": 1e3 * totals.gpu_seconds / totals.steps,
+        "idle": totals["gpu_idle_seconds"] / (totals["gpu_seconds"] + totals["gpu_idle_seconds"]),
+        "step_ms": 1e3 * totals["gpu_seconds"] / totals["steps"],
         "lag_p50_ms": 1e3 * probe.quantile(0.5),
         "lag_p99_ms": 1e3 * probe.quantile(0.99),
-        "cpu": cpu / seconds,
-        "tokens_per_second": totals.tokens / seconds,
+        "cpu": totals["cpu"] / totals["now"],
+        "tokens_per_second": totals["tokens"] / totals["now"],
     }
 
 
@@ -315,9 +324,8 @@ def run_usual_loop(contender: Contender, params: SamplingParams, tokens: int) ->
                 rates.append(lengths[number] / (time.perf_counter() - begun))
 
     with torch.no_grad():
-        for number, prompt in enumerate(prompts):
-            hidden = contender.forward.prefill(number, np.array(prompt), 0)
-            contender.model.write_logits(hidden, contender.logits[number : number + 1])
+        hidden = contender.forward.prefill(range(len(prompts)), np.array(prompts), 0)
+        contender.model.write_logits(hidden, contender.logits)
         bookkeep(range(len(prompts)), sampling(contender.logits))
         while running := [i for i in range(len(prompts)) if len(answers[i]) < lengths[i]]:
             last = torch.tensor([answer[-1] for answer in answers])
@@ -328,6 +336,52 @@ def run_usual_loop(contender: Contender, params: SamplingParams, tokens: int) ->
             contender.forward.decode(np.array(running, np.int32), span)
             bookkeep(running, sampling(contender.logits[: len(running)]))
     return {"rate": statistics.mean(rates)}
+
+
+# --------------------------------------------------------------------------- the host
+
+
+class InstantStream(HostStream):
+    """Does its work at once: what is left is the loop itself."""
+
+    def run(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(function())
+        return future
+
+
+def host_microseconds(batch: int, steps: int) -> float:
+    """Of the loop, its callers included, for a step of a model and a sampler that take no time."""
+    vocab_size = 2048
+    table = RequestTable(batch, vocab_size, device="cpu", seed=0)
+    output = new_output(table, batch)
+    output.token_ids.fill_(7)
+    output.logprobs.fill_(-1.0)
+    output.top_token_ids.fill_(3)
+    output.top_logprobs.fill_(-1.0)
+    loop = StepLoop(
+        table,
+        None,
+        lambda _batch: output,
+        max_length=steps + 2,
+        max_prompts=batch,
+        max_unread=steps,
+        new_decoder=Detokenizer,
+    )
+    loop._host_stream = InstantStream()
+    params = dataclasses.replace(SETTINGS["greedy"], max_tokens=steps)
+
+    async def one(number: int) -> None:
+        async for _ in loop.generate([number, 1], params, stop=STOPS):
+            pass
+
+    async def main() -> None:
+        async with loop:
+            await asyncio.gather(*(one(number) for number in range(batch)))
+
+    begun = time.perf_counter()
+    asyncio.run(main())
+    return 1e6 * (time.perf_counter() - begun) / loop.totals.steps
 
 
 # --------------------------------------------------------------------------- the tables
@@ -341,7 +395,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=300, help="of waiting")
     parser.add_argument("--repeats", type=int, default=3, help="of each end-to-end run")
-    parser.add_argument("--parts", nargs="+", choices=["waiting", "overlap", "end"], default=None)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = default_device()
@@ -350,11 +404,19 @@ def main() -> None:
         torch.set_num_threads(1)  # barriers between threads would cost more than so small a model
     size = options.size or ("135m" if on_gpu else "tiny")
     batches = options.batches or ([1, 8, 32, 64, 128] if on_gpu else [1, 8])
-    parts = options.parts or ["waiting", "overlap", "end"]
+    parts = options.parts
     capacity = PROMPT_TOKENS + options.tokens
     Detokenizer.prepare(SHAPES[size].vocab_size)
     console = Console(width=110)
     record: dict[str, Any] = {"environment": environment(device), "size": size}
+
+    if "host" in parts:
+        table = Table("the loop itself", "a step", "a row")
+        for batch in (1, 8, 64, 256):
+            best = min(host_microseconds(batch, 200) for _ in range(3))
+            record.setdefault("host", {})[str(batch)] = best
+            table.add_row(f"batch {batch}", f"{best:.0f} us", f"{best / batch:.1f} us")
+        console.print(table)
 
     if "waiting" in parts:
         waits = ["poll", "thread"] if eventfd_problem() else ["eventfd", "poll", "thread"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphed_sampling.graph import GraphedSampler
 from graphed_sampling.staging import PinnedRing, StagingStats
-from graphed_sampling.step.batch import StepBatch
+from graphed_sampling.step.batch import PrefillChunk, StepBatch
 
 
 class Shape(NamedTuple):
@@ -190,12 +190,22 @@ class RandomForward:
         if count:
             self.decode(batch.slots[:count].numpy(), batch.span)
         logits = self._logits[: len(batch.slots)]
+        # Pieces of one shape are one call: launches take the time.
+        alike: dict[tuple[int, int], list[tuple[int, PrefillChunk]]] = {}
         row = count
         for chunk in batch.prefill:
-            hidden = self.prefill(chunk.slot, chunk.token_ids, chunk.start)
-            if chunk.last:
-                self.model.write_logits(hidden, logits[row : row + 1])
-                row += 1
+            alike.setdefault((chunk.start, len(chunk.token_ids)), []).append((row, chunk))
+            row += chunk.last
+        for (start, _), pieces in alike.items():
+            token_ids = np.stack([chunk.token_ids for _, chunk in pieces])
+            hidden = self.prefill([chunk.slot for _, chunk in pieces], token_ids, start)
+            rows = [row for row, chunk in pieces if chunk.last]
+            if len(rows) == len(pieces) and rows[-1] - rows[0] == len(rows) - 1:
+                self.model.write_logits(hidden, logits[rows[0] : rows[0] + len(rows)])
+                continue
+            for number, (row, chunk) in enumerate(pieces):
+                if chunk.last:
+                    self.model.write_logits(hidden[number : number + 1], logits[row : row + 1])
         return logits
 
     def decode(self, slots: npt.NDArray[np.int32], span: int) -> None:
@@ -209,11 +219,11 @@ class RandomForward:
         else:
             self._decode(rows, span)
 
-    def prefill(self, slot: int, token_ids: npt.NDArray[np.int64], start: int) -> Tensor:
-        """[1, hidden] after a piece of a prompt."""
+    def prefill(self, slots: Sequence[int], token_ids: npt.NDArray[np.int64], start: int) -> Tensor:
+        """[n, hidden] after a piece of each slot's prompt. token_ids: [n, t], from `start` on."""
         device = self.model.device
-        ids = torch.from_numpy(token_ids).to(device, non_blocking=True).unsqueeze(0)
-        end = start + len(token_ids)
-        positions = torch.arange(start, end, device=device).unsqueeze(0)
-        slots = torch.tensor([slot]).to(device, non_blocking=True)
-        return self.model.hidden(ids, positions, slots, end)
+        ids = torch.from_numpy(token_ids).to(device, non_blocking=True)
+        end = start + token_ids.shape[1]
+        positions = torch.arange(start, end, device=device).expand(len(slots), -1)
+        rows = torch.tensor(slots).to(device, non_blocking=True)
+        return self.model.hidden(ids, positions, rows, end)

@@ -72,6 +72,10 @@ class LagProbe:
     def stop(self) -> None:
         self._stop.set()
 
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
     def quantile(self, share: float) -> float:
         """Of the lags so far, in seconds; 0 where there is none."""
         lags = sorted(self.lags)
