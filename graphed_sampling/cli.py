@@ -196,7 +196,7 @@ def trace(
     typer.echo(
         f"{summary.steps} steps, {summary.tokens} tokens; the device idle {summary.idle:.1%} of "
         f"the time; loop lag {1000 * summary.lag_p50:.2f} ms, p99 {1000 * summary.lag_p99:.2f} ms\n"
-        f"{out.with_suffix('.json')} for ui.perfetto.dev, {out.with_suffix('.png')}"
+        f"{options.files[0]} for ui.perfetto.dev, {options.files[1]}"
     )
 
 

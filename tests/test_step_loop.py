@@ -381,12 +381,13 @@ async def break_off(stream: DeltaStream, deltas: int) -> None:
             break
 
 
-def test_a_thousand_requests_closed_at_random_return_all_slots() -> None:
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_thousand_requests_closed_at_random_return_all_slots(device: str) -> None:
     """By aclose, by cancelling the task that reads, and by dropping the stream."""
     rng = random.Random(1)
 
     async def main() -> None:
-        loop = make_loop(8, depth=1, max_waiting=2000)
+        loop = make_loop(8, device=device, depth=1, max_waiting=2000)
         params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 
         async def one(number: int) -> None:
@@ -998,11 +999,14 @@ PATIENCE = 4.0
 on busy ones. Without its care the process would wait for streams that take minutes."""
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
-def test_a_signal_ends_the_process_soon(number: int) -> None:
+def test_a_signal_ends_the_process_soon(number: int, device: str) -> None:
     program = """
-        import asyncio, time
+        import asyncio, sys, time
         from test_step_loop import *
+
+        device = sys.argv[1]
 
         class Slow(LoopModel):
             def __call__(self, batch):
@@ -1010,7 +1014,8 @@ def test_a_signal_ends_the_process_soon(number: int) -> None:
                 return super().__call__(batch)
 
         async def main():
-            async with make_loop(2, model=Slow(2), max_length=None) as loop:
+            model = Slow(2, device)
+            async with make_loop(2, device=device, model=model, max_length=None) as loop:
                 params = SamplingParams(temperature=0.0, ignore_eos=True)
                 streams = [loop.generate([i + 1], params) for i in range(4)]
                 tasks = [asyncio.create_task(collect(stream)) for stream in streams]
@@ -1022,7 +1027,7 @@ def test_a_signal_ends_the_process_soon(number: int) -> None:
         asyncio.run(main())
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [sys.executable, "-c", textwrap.dedent(program), device],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -1041,6 +1046,44 @@ def test_a_signal_ends_the_process_soon(number: int) -> None:
 
 
 # --------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("wait", ["eventfd", "poll", "thread"])
+def test_on_a_gpu_an_error_of_the_device_reaches_every_waiter(wait: str) -> None:
+    """In a process of its own, whose context does not survive it."""
+    program = """
+        import asyncio, sys
+        from test_step_loop import *
+
+        class Failing(LoopModel):
+            def __call__(self, batch):
+                logits = super().__call__(batch)
+                if len(self.batches) == 5:
+                    self.logits[torch.full((1,), 10**6, device="cuda")]
+                return logits
+
+        async def main():
+            loop = make_loop(2, device="cuda", model=Failing(2, "cuda"), wait=sys.argv[1])
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            streams = [loop.generate([i + 1], params) for i in range(5)]
+            tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+            await asyncio.wait(tasks)
+            assert all(isinstance(task.exception(), StepLoopError) for task in tasks)
+            print("every waiter:", tasks[0].exception(), flush=True)
+            await loop.aclose()
+
+        asyncio.run(asyncio.wait_for(main(), 30))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), wait],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent,
+    )
+    assert "every waiter: " in done.stdout and "CUDA error" in done.stdout, done.stderr
 
 
 @pytest.mark.gpu

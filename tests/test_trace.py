@@ -36,12 +36,12 @@ GPU = pytest.param(
 
 def test_the_command_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, of the trace extra, is not installed")
-    out = tmp_path / "some"
+    out = tmp_path / "some.v1"
     options = ["--steps", "6", "--requests", "3", "--size", "tiny", "--backend", "torch"]
     status, text = run("trace", "--out", str(out), "--device", "cpu", *options)
     assert status == 0 and "18 tokens; the device idle" in text, text
-    assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
-    events = json.loads((tmp_path / "some.json").read_text())["traceEvents"]
+    assert (tmp_path / "some.v1.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "some.v1.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert tuple(names[tid] for tid in range(3)) == LANES
     slices = [(names[e["tid"]], e["name"]) for e in events if e["ph"] == "X"]

@@ -40,6 +40,14 @@ class TraceOptions:
     device: str = "auto"
     backend: str = "auto"
 
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """Trace and picture. The name's own dots stay."""
+        return (
+            self.out.with_name(f"{self.out.name}.json"),
+            self.out.with_name(f"{self.out.name}.png"),
+        )
+
 
 @dataclass(frozen=True)
 class TraceSummary:
@@ -77,8 +85,9 @@ def run_trace(options: TraceOptions) -> TraceSummary:
     )
     probe = LagProbe(every=0.0005, tracer=tracer)
     asyncio.run(_serve(loop, probe, options))
-    write_perfetto(tracer.spans, options.out.with_suffix(".json"))
-    draw(_section(list(tracer.spans)), options.out.with_suffix(".png"))
+    trace, picture = options.files
+    write_perfetto(tracer.spans, trace)
+    draw(_section(list(tracer.spans)), picture)
     totals = loop.totals
     busy = totals.gpu_seconds + totals.gpu_idle_seconds
     return TraceSummary(
