@@ -23,6 +23,7 @@ python3 -c 'import graphed_sampling as g, torch; print(g.__file__, torch.__versi
 python3 -m pytest -q -p no:cacheprovider ${PYTEST_ARGS:-} tests 2>&1 | tee "$results/tests.log" | tail -40
 status=${PIPESTATUS[0]}
 python3 bench/bench_host.py --json "$results/host.json" 2>&1 | tee "$results/host.log" | tail -70
+python3 bench/bench_loop.py --json "$results/loop.json" 2>&1 | tee "$results/loop.log" | tail -40
 python3 bench/bench_step.py --json "$results/step.json" --time-limit "${STEP_SECONDS:-300}" \
   ${STEP_ARGS:-} 2>&1 | tee "$results/step.log" | tail -150
 step_status=${PIPESTATUS[0]}

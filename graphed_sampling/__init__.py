@@ -6,6 +6,20 @@ from graphed_sampling.graph import CaptureReport, GraphedSampler
 from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.sampler import Sampler, StepOutput, new_output, new_scratch
+from graphed_sampling.step.batch import PrefillChunk, StepBatch
+from graphed_sampling.step.futures import GraphSignal, HostStream, gpu_future
+from graphed_sampling.step.loop import StepLoop, StepResult
+from graphed_sampling.step.requests import (
+    Delta,
+    DeltaStream,
+    Matcher,
+    QueueFullError,
+    StepLoopError,
+    TokenLogprobs,
+)
+from graphed_sampling.step.ring import OutputRing, OutputSlot
+from graphed_sampling.step.text import IncrementalDecoder, TokenDecoder
+from graphed_sampling.step.trace import LagProbe, LoopTotals, Tracer
 from graphed_sampling.table import AdmittedRequest, RequestTable, TableFullError
 
 __version__: str = build_info()["version"]
@@ -13,17 +27,37 @@ __version__: str = build_info()["version"]
 __all__ = [
     "AdmittedRequest",
     "CaptureReport",
+    "Delta",
+    "DeltaStream",
     "FinishReason",
+    "GraphSignal",
     "GraphedSampler",
+    "HostStream",
+    "IncrementalDecoder",
+    "LagProbe",
+    "LoopTotals",
+    "Matcher",
+    "OutputRing",
+    "OutputSlot",
+    "PrefillChunk",
+    "QueueFullError",
     "RequestTable",
     "RowFlags",
     "Sampler",
     "SamplingParams",
+    "StepBatch",
+    "StepLoop",
+    "StepLoopError",
     "StepOutput",
+    "StepResult",
     "TableFullError",
+    "TokenDecoder",
+    "TokenLogprobs",
+    "Tracer",
     "UnsupportedFeatureError",
     "build_info",
     "canonical_order",
+    "gpu_future",
     "new_output",
     "new_scratch",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `graphed-sampling demo` and `graphed-sampling doctor`."""
+"""The command line: `graphed-sampling demo`, `serve`, `trace` and `doctor`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 try:
@@ -74,11 +75,7 @@ def demo(
     plain: Annotated[bool, typer.Option("--plain", help="No live display, no colour.")] = False,
 ) -> None:
     """Watch a small language model answer many prompts at once, each with its own parameters."""
-    if missing := [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]:
-        _fail(
-            f"The demo needs {', '.join(missing)}; in a checkout of the source:  "
-            'pip install --no-build-isolation ".[demo]"'
-        )
+    _need("The demo", _DEMO_PACKAGES, "demo")
 
     import torch
 
@@ -113,6 +110,94 @@ def demo(
         raise typer.BadParameter(str(error)) from error
     except ModelMissingError as error:
         _fail(str(error))
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="To listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    slots: Annotated[int, typer.Option(min=1, help="Answers in the making at once.")] = 8,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of a prompt and its answer.")
+    ] = 1024,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait for a slot.")] = 64,
+    depth: Annotated[int, typer.Option(min=0, help="Steps ahead; 0 overlaps nothing.")] = 1,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds for requests at the end.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="The sampler's; see doctor.")] = "auto",
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests that bring none; default: the system's.")
+    ] = None,
+) -> None:
+    """Serve the demo's model as OpenAI's /v1/completions do: an example of a server."""
+    _need("The server", (*_DEMO_PACKAGES, "fastapi", "uvicorn", "prometheus_client"), "demo,server")
+
+    from graphed_sampling.demo.model import ModelMissingError
+    from graphed_sampling.demo.run import OptionError
+    from graphed_sampling.demo.serve import ServerOptions, serve_model
+
+    options = ServerOptions(
+        host=host,
+        port=port,
+        slots=slots,
+        max_length=max_length,
+        max_waiting=max_waiting,
+        depth=depth,
+        drain_seconds=drain,
+        device=device,
+        backend=backend,
+        seed=seed,
+    )
+    try:
+        serve_model(options)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+    except ModelMissingError as error:
+        _fail(str(error))
+
+
+@app.command()
+def trace(
+    out: Annotated[Path, typer.Option(help="The files, without .json and .png.")] = Path("trace"),
+    steps: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 16,
+    depth: Annotated[int, typer.Option(min=0, help="Steps ahead; 0 overlaps nothing.")] = 1,
+    size: Annotated[str, typer.Option(help="Of the random model: tiny, 135m or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="The sampler's; see doctor.")] = "auto",
+) -> None:
+    """Run steps of a loop, and write what GPU, CPU and event loop did when.
+
+    A trace for ui.perfetto.dev, and a picture of some steps from the middle.
+    """
+    _need("The trace", (*_DEMO_PACKAGES, "matplotlib"), "demo,trace")
+
+    from graphed_sampling.demo.random_model import SHAPES
+    from graphed_sampling.demo.run import OptionError
+    from graphed_sampling.demo.trace import TraceOptions, run_trace
+
+    if size not in ("auto", *SHAPES):
+        raise typer.BadParameter(f"--size {size}: one of auto, {', '.join(SHAPES)}")
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"--out {out}: there is no folder {out.parent}")
+    options = TraceOptions(
+        out=out,
+        steps=steps,
+        requests=requests,
+        depth=depth,
+        size=size,
+        device=device,
+        backend=backend,
+    )
+    try:
+        summary = run_trace(options)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(
+        f"{summary.steps} steps, {summary.tokens} tokens; the device idle {summary.idle:.1%} of "
+        f"the time; loop lag {1000 * summary.lag_p50:.2f} ms, p99 {1000 * summary.lag_p99:.2f} ms\n"
+        f"{options.files[0]} for ui.perfetto.dev, {options.files[1]}"
+    )
 
 
 @app.command()
@@ -159,6 +244,14 @@ def _gpu(index: int) -> str:
         f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
         f"{properties.total_memory / 2**30:.0f} GiB"
     )
+
+
+def _need(what: str, packages: tuple[str, ...], extras: str) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        _fail(
+            f"{what} needs {', '.join(missing)}; in a checkout of the source:  "
+            f'pip install --no-build-isolation ".[{extras}]"'
+        )
 
 
 def _fail(message: str) -> NoReturn:

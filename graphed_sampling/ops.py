@@ -6,8 +6,11 @@
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
+    torch.ops.graphed_sampling.signal_fd         a stream's signal to an eventfd, of `step.futures`
+    torch.ops.graphed_sampling.capture_signal_fd the same from a captured graph
 
-Native implementations, where they were built, replace the Python ones of their device.
+Native implementations, where they were built, replace the Python ones of their device; signals
+have no other.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ _LIBRARY.define(
     "scatter_segments(Tensor(a!) params, Tensor(b!) state, Tensor(c!) tables, Tensor packet, "
     "int num_segments, int num_words) -> ()"
 )
+_LIBRARY.define("signal_fd(int device, int stream, int event, int fd) -> ()")
+_LIBRARY.define("capture_signal_fd(int stream, int fd) -> ()")
 
 
 def _last_dimension_is_contiguous(matrix: Tensor) -> bool:

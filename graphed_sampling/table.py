@@ -224,26 +224,9 @@ class RequestTable:
         On an error nothing has changed.
         """
         self._check_process()
-        _check_params(params)
-        prompt = _as_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
-        output = _as_ids("output_token_ids", output_token_ids, self.vocab_size)
-        prompt_length = len(prompt)
-        if num_prompt_tokens is not None:
-            accepted = "an integer in [0, 2**62]"
-            prompt_length = as_int("num_prompt_tokens", num_prompt_tokens, accepted)
-            if not 0 <= prompt_length <= 2**62:
-                raise ValueError(f"num_prompt_tokens = {prompt_length}: it must be {accepted}")
-            if len(prompt) not in (0, prompt_length):
-                raise ValueError(
-                    f"num_prompt_tokens = {prompt_length} is not accepted: "
-                    f"prompt_token_ids has {len(prompt)} ids"
-                )
-        self._check_fits(params)
-        if params.max_tokens is not None and params.max_tokens <= len(output):
-            raise ValueError(
-                f"max_tokens = {params.max_tokens} is not accepted: it must be greater than the "
-                f"number of tokens already output, {len(output)}"
-            )
+        prompt, output, prompt_length = self._check_request(
+            params, prompt_token_ids, output_token_ids, num_prompt_tokens
+        )
         with self._lock:
             self._check_supported(params)
             slot = self._free_slot(slot)
@@ -260,6 +243,12 @@ class RequestTable:
             self._admitted[slot] = True
             self.tenancy += 1
         return slot
+
+    def check(self, params: SamplingParams, prompt_token_ids: TokenIds = ()) -> None:
+        """Raise what `admit` would for this request, but for the want of a slot."""
+        self._check_request(params, prompt_token_ids, (), None)
+        with self._lock:
+            self._check_supported(params)
 
     def update(self, slot: int, params: SamplingParams) -> None:
         """Change the parameters of the request in `slot`, and nothing of its state.
@@ -379,6 +368,36 @@ class RequestTable:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("a RequestTable cannot be used after a fork: make it in the child")
+
+    def _check_request(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: TokenIds,
+        output_token_ids: TokenIds,
+        num_prompt_tokens: int | None,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+        """Prompt and output as arrays, and the prompt's length; errors as `admit`."""
+        _check_params(params)
+        prompt = _as_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
+        output = _as_ids("output_token_ids", output_token_ids, self.vocab_size)
+        prompt_length = len(prompt)
+        if num_prompt_tokens is not None:
+            accepted = "an integer in [0, 2**62]"
+            prompt_length = as_int("num_prompt_tokens", num_prompt_tokens, accepted)
+            if not 0 <= prompt_length <= 2**62:
+                raise ValueError(f"num_prompt_tokens = {prompt_length}: it must be {accepted}")
+            if len(prompt) not in (0, prompt_length):
+                raise ValueError(
+                    f"num_prompt_tokens = {prompt_length} is not accepted: "
+                    f"prompt_token_ids has {len(prompt)} ids"
+                )
+        self._check_fits(params)
+        if params.max_tokens is not None and params.max_tokens <= len(output):
+            raise ValueError(
+                f"max_tokens = {params.max_tokens} is not accepted: it must be greater than the "
+                f"number of tokens already output, {len(output)}"
+            )
+        return prompt, output, prompt_length
 
     def _request(self, slot: int) -> AdmittedRequest:
         index = as_int("slot", slot, f"an integer in [0, {self.max_requests})")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib.util
 import io
 import re
+import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,13 +78,9 @@ def make_request(length: int, params: SamplingParams, *, title: str = "") -> Req
 
 def answer(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
     """Everything answered, in the order of the requests."""
-    for request in requests:
-        engine.submit(request)
-    done: list[Generation] = []
-    while engine.busy:
-        done += engine.step()
+    generations = asyncio.run(engine.answer(requests))
     assert engine.table.num_free_slots == engine.table.max_requests
-    return sorted(done, key=lambda generation: generation.started)
+    return generations
 
 
 def logits_after(model: SlottedModel, token_ids: Sequence[int], *, slot: int = 0) -> Tensor:
@@ -229,20 +228,29 @@ def test_totals_count_steps_and_tokens() -> None:
     answer(engine, [make_request(3, params) for _ in range(4)])
     # One prompt a step: slots start at steps 1, 2, 6 and 7, and the last runs for 5 steps.
     assert (engine.totals.steps, engine.totals.tokens) == (11, 20)
-    assert engine.totals.model_ms > 0 and engine.totals.sampler_ms > 0
-    assert engine.step() == []
+    assert engine.totals.gpu_seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "message"),
-    [(None, "request 'long' needs max_tokens"), (60, "needs 65 tokens; a slot of the cache")],
-)
-def test_submit_refuses_what_its_slot_cannot_hold(max_tokens: int | None, message: str) -> None:
+def test_a_request_that_its_slot_cannot_hold() -> None:
     engine = make_engine(torch.device("cpu"), num_slots=1)
-    request = make_request(5, SamplingParams(max_tokens=max_tokens), title="long")
-    with pytest.raises(ValueError, match=message):
-        engine.submit(request)
-    assert not engine.busy
+    with pytest.raises(ValueError, match="prompt and answer must fit into 64 tokens"):
+        answer(engine, [make_request(5, SamplingParams(max_tokens=60), title="long")])
+    assert engine.totals.steps == 0
+    endless = make_request(5, replace(GREEDY, ignore_eos=True), title="endless")
+    with pytest.raises(ValueError, match="request 'endless' needs max_tokens"):
+        _ = endless.max_length
+    (generation,) = answer(make_engine(torch.device("cpu"), num_slots=1), [endless])
+    assert len(generation.token_ids) == CONTEXT - 5
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30])
+def test_a_prompt_in_chunks_is_the_same_prompt(chunk: int, device: torch.device) -> None:
+    request = make_request(30, with_length(GREEDY, 12))
+    model = make_model(device, num_slots=2)
+    engine = Engine(model, num_slots=2, eos_token_ids=[EOS])
+    engine.loop._max_prefill_tokens = chunk
+    (generation,) = answer(engine, [request])
+    assert generation.token_ids == greedy_alone(make_network(device), request)
 
 
 # From here on: what needs the other packages of the `demo` extra, or the model.
@@ -427,7 +435,7 @@ def test_demo_on_the_real_model(
     for text in answers.values():
         assert text in printed
     assert [g.finish_reason for g in generations] == [FinishReason.STOP] * 2
-    assert "2 requests" in printed and "ms in the sampler" in printed
+    assert "2 requests" in printed and "ms of model and sampler" in printed
 
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     for generation, prompt in zip(generations, answers, strict=True):
@@ -437,6 +445,51 @@ def test_demo_on_the_real_model(
             f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         )
         assert generation.token_ids == greedy_alone(network, generation.request)
+
+
+@pytest.mark.parametrize(
+    "text", ["A plain sentence.", "caf\u00e9 \U0001f600 \u4f60\u597d", "  a\n\n b"]
+)
+def test_the_decoder_of_the_real_tokenizer(real: tuple[Any, Any], text: str) -> None:
+    tokenizer = real[0]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoder = demo_model.StreamDecoder(tokenizer)
+    pieces = [decoder.push(i) for i in [*ids, tokenizer.eos_token_id]] + [decoder.flush()]
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+
+
+def test_the_server_on_the_real_model(
+    real: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import openai
+
+    from graphed_sampling.demo.serve import MODEL_NAME, ServerOptions, load_server
+
+    tokenizer, network = real
+    monkeypatch.setattr(demo_model, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(demo_model, "load_network", lambda path, config, device: network)
+    server = load_server(ServerOptions(port=0, slots=2, max_length=64, device="cpu"))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=20, timeout=60)
+        prompt = "The capital of France is"
+        answer = client.completions.create(
+            model=MODEL_NAME, prompt=prompt, max_tokens=5, temperature=0, logprobs=0
+        )
+        server.should_exit = True
+        thread.join(20)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    request = Request(title="", prompt=prompt, prompt_token_ids=ids, params=params)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_ids == greedy_alone(network, request)
+    assert choice.text.startswith(" Paris")
 
 
 @pytest.mark.usefixtures("extra")
@@ -467,18 +520,22 @@ def test_live_screen_shows_running_and_finished() -> None:
 
     engine = make_engine(torch.device("cpu"), num_slots=2)
     params = with_length(SamplingParams(temperature=0.0, seed=1), 6, ignore_eos=True)
-    for title in ("[red]one", "two", "three"):
-        engine.submit(make_request(4, replace(params, logprobs=2), title=title))
+    requests = [
+        make_request(4, replace(params, logprobs=2), title=title)
+        for title in ("[red]one", "two", "three")
+    ]
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=90, height=20)
-    done: list[Generation] = []
     with Screen(Words(), console, plain=False) as screen:
-        while engine.busy:
-            finished = engine.step()
-            for generation in finished:
+
+        async def main() -> list[Generation]:
+            def show(generation: Generation) -> None:
                 screen.show_answer(generation)
-            done += finished
-            screen.show_running(engine)
+                screen.show_running(engine)
+
+            return await engine.answer(requests, show)
+
+        done = asyncio.run(main())
     print_summary(console, done)
     print_totals(console, engine, len(done), 1.0)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # Read at import: the file is here, so nothing is looked up.
 
+from tokenizers.decoders import DecodeStream
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -57,6 +58,20 @@ def find_model() -> Path:
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+class StreamDecoder:
+    """A `TokenDecoder` by the tokenizer's own incremental decoding; special tokens are no text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+    def flush(self) -> str:
+        return ""  # what is left are the first bytes of a character
 
 
 def load_config(path: Path) -> PreTrainedConfig:

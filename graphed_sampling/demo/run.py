@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,8 +57,8 @@ def run_demo(options: Options) -> list[Generation]:
     ModelMissingError without the package that carries the model; OptionError for a device or a
     backend that is not there, for prompts that are too long and for more slots than memory has.
     """
-    device = _pick_device(options.device)
-    backend = _pick_backend(options.backend, device)
+    device = pick_device(options.device)
+    backend = pick_backend(options.backend, device)
     plain = options.plain
     console = screen.new_console(plain=plain)
     began = time.perf_counter()
@@ -68,16 +69,16 @@ def run_demo(options: Options) -> list[Generation]:
     requests = _requests(tokenizer, options)
     requests = _leave_out_refused(requests, backend, device, console)
     capacity = max((request.max_length for request in requests), default=1)
-    _check_sizes(config, device, options.slots, capacity)
+    check_sizes(config, device, options.slots, capacity)
     text = "Reading SmolLM2-135M-Instruct: the weights, which takes about half a minute"
     with screen.stage(text, console, plain=plain):
         network = load_network(path, config, device)
-    with _allocation_of(options.slots):
+    with allocation_of(options.slots):
         model = SlottedModel(network, num_slots=options.slots, capacity=capacity)
     text = "Preparing the sampler"
     if backend in ("cpu", "triton", "flashinfer"):
         text += ", which may compile for about a minute the first time"
-    with screen.stage(text, console, plain=plain), _allocation_of(options.slots):
+    with screen.stage(text, console, plain=plain), allocation_of(options.slots):
         engine = Engine(
             model,
             num_slots=options.slots,
@@ -106,20 +107,23 @@ def _answer(
     *,
     plain: bool,
 ) -> list[Generation]:
-    for request in requests:
-        engine.submit(request)
-    done: list[Generation] = []
     with screen.Screen(tokenizer, console, plain=plain) as display:
-        while engine.busy:
-            finished = engine.step()
-            for generation in finished:
-                display.show_answer(generation)
-            done += finished
-            display.show_running(engine)
-    return sorted(done, key=lambda generation: generation.started)
+
+        async def watch() -> None:
+            while True:
+                display.show_running(engine)
+                await asyncio.sleep(1 / screen.REFRESHES_PER_SECOND)
+
+        async def answer() -> list[Generation]:
+            watching = asyncio.create_task(watch())
+            generations = await engine.answer(requests, display.show_answer)
+            watching.cancel()
+            return generations
+
+        return asyncio.run(answer())
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -129,14 +133,14 @@ def _pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _pick_backend(name: str, device: torch.device) -> str:
+def pick_backend(name: str, device: torch.device) -> str:
     try:
         return backends.resolve(name, device)
     except ValueError as error:
         raise OptionError(str(error)) from error
 
 
-def _check_sizes(config: PreTrainedConfig, device: torch.device, slots: int, capacity: int) -> None:
+def check_sizes(config: PreTrainedConfig, device: torch.device, slots: int, capacity: int) -> None:
     """Before the weights are read, which takes longer than anyone waits for an error."""
     try:
         check_capacity(config, capacity)
@@ -164,7 +168,7 @@ def _free_memory(device: torch.device) -> int | None:
 
 
 @contextmanager
-def _allocation_of(slots: int) -> Iterator[None]:
+def allocation_of(slots: int) -> Iterator[None]:
     """For what the check of sizes lets through: memory that others took, or a process's limit."""
     try:
         yield

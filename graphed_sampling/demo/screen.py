@@ -19,6 +19,7 @@ from graphed_sampling import SamplingParams
 from graphed_sampling.demo.engine import Engine, Generation
 
 PLAIN_WIDTH = 110  # of tables and lines where there is no terminal to ask
+REFRESHES_PER_SECOND = 8
 TOPS_SHOWN = 3  # steps whose best tokens are shown, of a request that asked for them
 
 
@@ -35,7 +36,9 @@ class Screen:
         self._console = console
         self._live: Live | None = None
         if console.is_terminal and not plain:
-            self._live = Live(console=console, transient=True, refresh_per_second=8)
+            self._live = Live(
+                console=console, transient=True, refresh_per_second=REFRESHES_PER_SECOND
+            )
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -140,8 +143,8 @@ def print_totals(console: Console, engine: Engine, count: int, seconds: float) -
     console.print(
         f"{count} requests, {totals.steps} steps, {totals.tokens} tokens in {seconds:.1f} s: "
         f"{totals.tokens / seconds:.1f} tokens/s\n"
-        f"a step: {totals.model_ms / steps:.2f} ms in the model, "
-        f"{totals.sampler_ms / steps:.2f} ms in the sampler "
+        f"a step: {1000 * totals.gpu_seconds / steps:.2f} ms of model and sampler, "
+        f"{1000 * totals.gpu_idle_seconds / steps:.2f} ms idle after it "
         f"(backend {engine.sampler.backend} on {engine.sampler.device})",
         soft_wrap=True,
     )

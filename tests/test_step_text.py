@@ -1,0 +1,99 @@
+"""Tokens to text, and stop strings: the same whatever the pieces are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphed_sampling import IncrementalDecoder
+from graphed_sampling.step.text import StopStrings, check_stop_strings
+
+ALPHABET = "abc"
+
+
+def naive(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Character by character: the first stop string that is complete, the longest of several."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(
+    st.lists(st.text(ALPHABET, max_size=4), max_size=12),
+    st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+)
+def test_stop_strings_are_found_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+    finder, shown, found = StopStrings(stops), "", None
+    expected, stop = naive("".join(pieces), stops)
+    for piece in pieces:
+        text, found = finder.push(piece)
+        shown += text
+        assert expected.startswith(shown), "text was shown that belongs to the stop string"
+        if found is not None:
+            break
+    else:
+        shown += finder.flush()
+    assert (shown, found) == (expected, stop)
+
+
+@given(st.text(ALPHABET, max_size=20), st.text(ALPHABET, min_size=1, max_size=4))
+def test_no_more_is_held_back_than_may_be_a_beginning(text: str, stop: str) -> None:
+    finder = StopStrings([stop])
+    shown, found = finder.push(text)
+    if found is None:
+        held = text[len(shown) :]
+        longest = max(
+            (n for n in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:n])), default=0
+        )
+        assert held == text[len(text) - longest :]
+
+
+@given(st.text(max_size=12), st.integers(0, 2**32))
+def test_bytes_become_text_without_half_characters(text: str, _seed: int) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    text = text.replace("\ufffd", "?")
+    text = text.encode(errors="ignore").decode()
+    decoder = IncrementalDecoder(decode)
+    pieces = [decoder.push(i) for i in text.encode()]
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    assert decoder.flush() == ""
+
+
+def test_spaces_that_depend_on_the_token_before() -> None:
+    words = ["", "one", "two", "three"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return " ".join(words[i] for i in ids)
+
+    decoder = IncrementalDecoder(decode)
+    assert [decoder.push(i) for i in (1, 2, 3)] == ["one", " two", " three"]
+
+
+def test_bytes_that_never_become_a_character_are_shown_in_the_end() -> None:
+    decoder = IncrementalDecoder(lambda ids: bytes(ids).decode(errors="replace"))
+    assert decoder.push(0xE2) == "" and decoder.push(0x82) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+    pieces = [decoder.push(0x80) for _ in range(15)] + [decoder.push(0xE2)]
+    assert pieces[:15] == [""] * 15 and pieces[15] == "\ufffd" * 16
+    assert [decoder.push(i) for i in b"\x82\x80a"] == ["", "", "\ufffd\ufffda"]
+
+
+@pytest.mark.parametrize("stop", [["a", ""], ["a", 3], b"ab", 7, [str(i) for i in range(17)], None])
+def test_stop_strings_that_are_none(stop: object) -> None:
+    with pytest.raises(ValueError, match=r"stop = .* at most 16 strings, none of them empty"):
+        check_stop_strings(stop, 16)
+
+
+def test_stop_strings_as_they_may_be_given() -> None:
+    assert check_stop_strings("ab", 16) == ("ab",)
+    assert check_stop_strings(["b", "a", "b"], 16) == ("b", "a")
+    assert check_stop_strings((), 16) == ()
