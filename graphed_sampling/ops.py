@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphed_sampling import backends, philox
 from graphed_sampling._build_info import load_native
-from graphed_sampling.backends import exact_math, flashinfer
+from graphed_sampling.backends import flashinfer
 from graphed_sampling.layout import (
     MAX_VOCAB_SIZE,
     Output,
@@ -30,8 +30,8 @@ from graphed_sampling.layout import (
     State,
     TableLayout,
 )
-from graphed_sampling.params import GREEDY_TEMPERATURE, LOG2_E
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
+from graphed_sampling.stateless import Filters, write_params
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -326,39 +326,14 @@ def _stateless(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     with torch.no_grad():
-        finite = torch.finfo(torch.float32)
-        # Values outside their range count as the nearest accepted one; NaN as greedy or as off.
-        temperature = temperature.nan_to_num(nan=0.0).clamp(0.0, finite.max)
-        greedy = temperature < GREEDY_TEMPERATURE
-        temperature = torch.where(greedy, 1.0, temperature)
-        top_p = top_p.nan_to_num(nan=1.0).clamp(finite.tiny, 1.0)
-        min_p = min_p.nan_to_num(nan=0.0).clamp(0.0, 1.0)
-        log_min_p = exact_math.log(min_p.double().clamp(min=finite.tiny))
-
+        filters = Filters(temperature, top_k, top_p, min_p).clamped(size)
         params, state = (
             zeros(layout.rows, layout.params_words),
             zeros(layout.rows, layout.state_words),
         )
-        real, long = params.view(torch.float32)[:rows], params.view(torch.int64)[:rows]
-        top_k = torch.where(top_k >= size, 0, top_k.clamp(min=0))
-        flags = int(ParamFlags.ADMITTED | ParamFlags.LOGPROBS | ParamFlags.RAW)
-        needs_total = ~greedy & (top_k == 0) & (min_p <= 0)
-        params[:rows, Param.FLAGS] = (
-            flags + greedy * int(ParamFlags.GREEDY) + needs_total * int(ParamFlags.TOTAL)
-        )
-        params[:rows, Param.TOP_K] = top_k
-        real[:, Param.TEMPERATURE] = temperature
-        scale = LOG2_E / temperature.double()
-        real[:, Param.SCALE] = scale.float()
-        params.view(torch.float64)[:rows, Param.WIDE_SCALE // 2] = scale
-        real[:, Param.TOP_P] = torch.where(greedy, 1.0, top_p)
-        real[:, Param.MIN_P] = torch.where(greedy, 0.0, min_p)
-        for unused in (Param.TYPICAL_P, Param.REPETITION_PENALTY):
-            real[:, unused] = 1.0
-        long[:, Param.SEED // 2] = seed
-        params.view(torch.float64)[:rows, Param.MIN_P_OFFSET // 2] = (
-            temperature.double() * log_min_p
-        )
+        flags = zeros(rows) + int(ParamFlags.LOGPROBS | ParamFlags.RAW)
+        write_params(params, layout, filters, flags)
+        params.view(torch.int64)[:rows, Param.SEED // 2] = seed
         state.view(torch.int64)[:rows, State.POSITION // 2] = position
 
         output = zeros(rows, layout.output_words)
