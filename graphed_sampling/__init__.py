@@ -4,6 +4,12 @@ from graphed_sampling._build_info import build_info
 from graphed_sampling.backends import canonical_order
 from graphed_sampling.graph import CaptureReport, GraphedSampler
 from graphed_sampling.layout import FinishReason, RowFlags
+from graphed_sampling.logprobs import (
+    PromptLogprobs,
+    new_prompt_output,
+    next_token_ids,
+    prompt_logprobs,
+)
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.sampler import Sampler, StepOutput, new_output, new_scratch
 from graphed_sampling.table import AdmittedRequest, RequestTable, TableFullError
@@ -15,6 +21,7 @@ __all__ = [
     "CaptureReport",
     "FinishReason",
     "GraphedSampler",
+    "PromptLogprobs",
     "RequestTable",
     "RowFlags",
     "Sampler",
@@ -25,5 +32,8 @@ __all__ = [
     "build_info",
     "canonical_order",
     "new_output",
+    "new_prompt_output",
     "new_scratch",
+    "next_token_ids",
+    "prompt_logprobs",
 ]

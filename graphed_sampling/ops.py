@@ -4,6 +4,8 @@
     torch.ops.graphed_sampling.flashinfer_sample the same with FlashInfer's draws
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
+    torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
+    torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
 
@@ -13,15 +15,17 @@ Native implementations, where they were built, replace the Python ones of their 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, philox
+from graphed_sampling import backends, philox, positions
 from graphed_sampling._build_info import load_native
 from graphed_sampling.backends import flashinfer
+from graphed_sampling.backends.position_records import Positions
 from graphed_sampling.layout import (
     MAX_VOCAB_SIZE,
     Output,
@@ -31,8 +35,10 @@ from graphed_sampling.layout import (
     TableLayout,
 )
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
-from graphed_sampling.stateless import Filters, write_params
+from graphed_sampling.stateless import Filters, neutral_params, write_params
 
+MAX_TOP_N: Final = 1024
+"""Of the best tokens at a position."""
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _LIBRARY = torch.library.Library("graphed_sampling", "DEF")
@@ -54,6 +60,26 @@ _LIBRARY.define(
     "cuda_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, Tensor? grammar_bitmask=None, "
     "Tensor? words=None, Tensor? given=None) -> ()"
+)
+_WISHES: Final = (
+    "Tensor? rows=None, Tensor? num_rows=None, Tensor? given_ids=None, "
+    "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
+    "Tensor? processed=None, int top_n=0, bool rank=False, bool entropy=False, "
+    "int vocab_size=-1, str backend='auto'"
+)
+_LIBRARY.define(
+    f"prompt_logprobs(Tensor logits, Tensor next_token_ids, {_WISHES}) -> (Tensor logprobs, "
+    "Tensor given_logprobs, Tensor top_logprobs, Tensor entropies, Tensor top_token_ids, "
+    "Tensor ranks, Tensor num_kept, Tensor flags, Tensor normalisers)"
+)
+_LIBRARY.define(
+    f"prompt_logprobs_out(Tensor logits, Tensor next_token_ids, Tensor(a!) output, {_WISHES}) -> ()"
+)
+_LIBRARY.define(
+    "prompt_logprobs_backward(Tensor logits, Tensor ids, Tensor logprobs, Tensor gradients, "
+    "Tensor? entropy_gradients, Tensor entropies, Tensor normalisers, Tensor? rows, "
+    "Tensor? num_rows, Tensor? temperature, Tensor? processed, Tensor? num_kept, int vocab_size)"
+    " -> Tensor"
 )
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
@@ -217,16 +243,7 @@ def _check_sample(
     name_of_position: str = "position",
 ) -> int:
     """Check the arguments of `sample`; returns the vocabulary size."""
-    if logits.dim() != 2:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
-    width = logits.shape[1]
-    size = width if vocab_size == -1 else vocab_size
-    if not (1 <= size <= min(width, MAX_VOCAB_SIZE)):
-        raise ValueError(
-            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all columns of the logits) "
-            f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
-        )
-    check_logits(logits, size)
+    size = _check_vocab_size(logits, vocab_size)
     rows, device = logits.shape[0], logits.device
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
@@ -327,12 +344,10 @@ def _stateless(
 
     with torch.no_grad():
         filters = Filters(temperature, top_k, top_p, min_p).clamped(size)
-        params, state = (
-            zeros(layout.rows, layout.params_words),
-            zeros(layout.rows, layout.state_words),
-        )
+        params = neutral_params(layout, device)
+        state = zeros(layout.rows, layout.state_words)
         flags = zeros(rows) + int(ParamFlags.LOGPROBS | ParamFlags.RAW)
-        write_params(params, layout, filters, flags)
+        write_params(params, filters, flags)
         params.view(torch.int64)[:rows, Param.SEED // 2] = seed
         state.view(torch.int64)[:rows, State.POSITION // 2] = position
 
@@ -350,6 +365,322 @@ def _stateless(
             )
         token_ids = output.view(torch.int64)[:, Output.TOKEN_ID // 2].clone()
         return token_ids, output.view(torch.float32)[:, Output.LOGPROB].clone()
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """The arguments that the ops of prompt logprobs share, checked."""
+
+    positions: Positions
+    layout: TableLayout
+    module: Any
+    rank: bool
+    entropy: bool
+
+    @classmethod
+    def check(
+        cls,
+        logits: Tensor,
+        next_token_ids: Tensor,
+        rows: Tensor | None = None,
+        num_rows: Tensor | None = None,
+        given_ids: Tensor | None = None,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        processed: Tensor | None = None,
+        top_n: int = 0,
+        rank: bool = False,
+        entropy: bool = False,
+        vocab_size: int = -1,
+        backend: str = "auto",
+    ) -> _Wishes:
+        size = _check_vocab_size(logits, vocab_size)
+        device, count = logits.device, _count_positions(logits, rows)
+        check_vector("next_token_ids", next_token_ids, count, torch.int64, device)
+        _check_num_rows(rows, num_rows, device)
+        if given_ids is None:
+            given_ids = next_token_ids.new_empty(count, 0)
+        elif not (
+            given_ids.dim() == 2 and given_ids.shape[0] == count and given_ids.dtype == torch.int64
+        ):
+            raise ValueError(
+                f"given_ids is {given_ids.dtype} {list(given_ids.shape)}: it must be torch.int64 "
+                f"[{count}, number of ids]"
+            )
+        _check_device("given_ids", given_ids, device)
+        if not 0 <= top_n <= MAX_TOP_N:
+            raise ValueError(f"top_n = {top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
+        if processed is not None:
+            check_vector("processed", processed, count, torch.bool, device)
+        named: dict[str, tuple[Tensor | None, float, torch.dtype]] = {
+            "temperature": (temperature, 1.0, torch.float32),
+            "top_k": (top_k, 0, torch.int32),
+            "top_p": (top_p, 1.0, torch.float32),
+            "min_p": (min_p, 0.0, torch.float32),
+        }
+        filters = None
+        if processed is not None or any(value is not None for value, _, _ in named.values()):
+            columns = {}
+            for name, (value, off, dtype) in named.items():
+                if value is None:
+                    value = torch.full((count,), off, dtype=dtype, device=device)
+                check_vector(name, value, count, dtype, device)
+                columns[name] = value
+            filters = Filters(**columns).clamped(size)
+        module = positions.scoring_module(backend, device)
+        _check_ids_on_cpu("next_token_ids", next_token_ids, size)
+        _check_ids_on_cpu("given_ids", given_ids, size)
+        _check_ids_on_cpu("rows", rows, logits.shape[0])
+        return cls(
+            Positions(
+                rows=_row_of_each(logits, rows, num_rows),
+                in_order=_in_order(rows),
+                token_ids=_accepted_ids(next_token_ids, size),
+                given_ids=_accepted_ids(given_ids, size),
+                filters=filters,
+                processed=processed,
+            ),
+            positions.position_layout(size, top_n, given_ids.shape[1]),
+            module,
+            rank,
+            entropy,
+        )
+
+
+def _check_vocab_size(logits: Tensor, vocab_size: int) -> int:
+    """Check the logits; returns the vocabulary size, -1 being all of their columns."""
+    if logits.dim() != 2:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
+    width = logits.shape[1]
+    size = width if vocab_size == -1 else vocab_size
+    if not (1 <= size <= min(width, MAX_VOCAB_SIZE)):
+        raise ValueError(
+            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all columns of the logits) "
+            f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
+        )
+    check_logits(logits, size)
+    return size
+
+
+def _count_positions(logits: Tensor, rows: Tensor | None) -> int:
+    """How many positions there are; checks rows: a mask of the logits, or a list of their rows."""
+    if rows is None:
+        return logits.shape[0]
+    if rows.dtype == torch.bool:
+        check_vector("rows", rows, logits.shape[0], torch.bool, logits.device)
+    elif not (rows.dim() == 1 and rows.dtype == torch.int64):
+        raise ValueError(
+            f"rows is {rows.dtype} {list(rows.shape)}: it must be a mask, torch.bool "
+            f"[{logits.shape[0]}], or a list of rows, torch.int64 [m]"
+        )
+    _check_device("rows", rows, logits.device)
+    return rows.shape[0]
+
+
+def _check_num_rows(rows: Tensor | None, num_rows: Tensor | None, device: torch.device) -> None:
+    if num_rows is None:
+        return
+    if rows is None or rows.dtype == torch.bool:
+        raise ValueError("num_rows is the length of a list of rows: rows must be torch.int64 [m]")
+    check_vector("num_rows", num_rows, 1, torch.int32, device)
+
+
+def _in_order(rows: Tensor | None) -> bool:
+    return rows is None or rows.dtype == torch.bool
+
+
+def _row_of_each(logits: Tensor, rows: Tensor | None, num_rows: Tensor | None) -> Tensor:
+    """int64 [m]: the row of each position, -1 for none."""
+    count = _count_positions(logits, rows)
+    place = torch.arange(count, device=logits.device)
+    if rows is None:
+        return place
+    if rows.dtype == torch.bool:
+        return place.masked_fill(~rows, -1)
+    outside = (rows < 0) | (rows >= logits.shape[0])
+    if num_rows is not None:
+        outside |= place >= num_rows
+    return rows.masked_fill(outside, -1)
+
+
+def _accepted_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """ids, -1 where there is none: negative, or on the device outside the vocabulary."""
+    return ids.masked_fill((ids < 0) | (ids >= vocab_size), -1)
+
+
+def _check_ids_on_cpu(name: str, ids: Tensor | None, end: int) -> None:
+    """ValueError for CPU tensors that hold what is neither -1 nor in [0, end)."""
+    if ids is None or ids.dtype == torch.bool or ids.device.type != "cpu" or not ids.numel():
+        return
+    if type(ids) is not Tensor:  # a fake has no values
+        return
+    low, high = (int(v) for v in ids.aminmax())
+    if low < -1 or high >= end:
+        wrong = low if low < -1 else high
+        raise ValueError(
+            f"{name} holds {wrong}, which is not accepted: -1 for none, or in [0, {end})"
+        )
+
+
+def _prompt_logprobs_out(
+    logits: Tensor, next_token_ids: Tensor, output: Tensor, *wishes: Any, **named: Any
+) -> None:
+    checked = _Wishes.check(logits, next_token_ids, *wishes, **named)
+    count, words = next_token_ids.shape[0], checked.layout.output_words
+    if not (
+        output.dim() == 2
+        and output.shape[0] >= count
+        and output.shape[1] == words
+        and output.dtype == torch.int32
+        and output.is_contiguous()
+    ):
+        raise ValueError(
+            f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
+            f"[>= {count}, {words}]"
+        )
+    _check_device("output", output, logits.device)
+    with torch.no_grad():
+        positions.score_positions(
+            logits, checked.positions, output[:count], checked.layout, checked.module,
+            rank=checked.rank, entropy=checked.entropy,
+        )  # fmt: skip
+
+
+def _prompt_logprobs(
+    logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    checked = _Wishes.check(logits, next_token_ids, *wishes, **named)
+    layout = checked.layout
+    output = torch.empty(
+        next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=logits.device
+    )
+    with torch.no_grad():
+        positions.score_positions(
+            logits, checked.positions, output, layout, checked.module,
+            rank=checked.rank, entropy=checked.entropy,
+        )  # fmt: skip
+    return tuple(part.clone() for part in positions.split_record(output, layout))
+
+
+def _prompt_logprobs_fake(
+    logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    layout = _Wishes.check(logits, next_token_ids, *wishes, **named).layout
+    count = next_token_ids.shape[0]
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return logits.new_empty((count, *shape), dtype=dtype)
+
+    real, number = torch.float32, torch.int32
+    return (
+        empty(real),
+        empty(real, layout.max_logprob_ids),
+        empty(real, layout.max_logprobs),
+        empty(real),
+        empty(torch.int64, layout.max_logprobs),
+        empty(number),
+        empty(number),
+        empty(number),
+        empty(real, 2),
+    )
+
+
+def _prompt_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, token_ids, rows, num_rows, given_ids, temperature, top_k, top_p, min_p = inputs[:9]
+    processed, vocab_size = inputs[9], inputs[13]
+    logprobs, given, top, entropies, top_ids, ranks, num_kept, flags, normalisers = output
+    ctx.mark_non_differentiable(top_ids, ranks, num_kept, flags, normalisers)
+    ctx.set_materialize_grads(False)
+    if given_ids is None:
+        given_ids = token_ids.new_empty(token_ids.shape[0], 0)
+    size = logits.shape[1] if vocab_size == -1 else vocab_size
+    filtered = any(value is not None for value in (top_k, top_p, min_p))
+    if temperature is None and (filtered or processed is not None):
+        temperature = torch.ones_like(logprobs)
+    ctx.vocab_size, ctx.num_given = size, given_ids.shape[1]
+    ctx.save_for_backward(
+        logits,
+        torch.cat([token_ids.unsqueeze(1), given_ids, top_ids], 1),
+        torch.cat([logprobs.unsqueeze(1), given, top], 1),
+        entropies,
+        normalisers,
+        rows,
+        num_rows,
+        temperature,
+        processed,
+        num_kept if filtered else None,
+    )
+
+
+def _prompt_logprobs_autograd(
+    ctx: Any,
+    of_logprobs: Tensor | None,
+    of_given: Tensor | None,
+    of_top: Tensor | None,
+    of_entropies: Tensor | None,
+    *_others: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    logits, ids, logprobs, entropies, normalisers, *selection = ctx.saved_tensors
+    of_lists = [None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top]
+    widths = (1, ctx.num_given, ids.shape[1] - 1 - ctx.num_given)
+    gradients = torch.cat(
+        [
+            logprobs.new_zeros(ids.shape[0], width) if gradient is None else gradient
+            for gradient, width in zip(of_lists, widths, strict=True)
+        ],
+        1,
+    )
+    gradient = torch.ops.graphed_sampling.prompt_logprobs_backward(
+        logits, ids, logprobs, gradients, of_entropies, entropies, normalisers, *selection,
+        ctx.vocab_size,
+    )  # fmt: skip
+    return (gradient, *[None] * 14)
+
+
+def _prompt_logprobs_backward(
+    logits: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    gradients: Tensor,
+    entropy_gradients: Tensor | None,
+    entropies: Tensor,
+    normalisers: Tensor,
+    rows: Tensor | None,
+    num_rows: Tensor | None,
+    temperature: Tensor | None,
+    processed: Tensor | None,
+    num_kept: Tensor | None,
+    vocab_size: int,
+) -> Tensor:
+    filters = None
+    if temperature is not None:
+        off = torch.zeros_like(temperature)
+        filters = Filters(temperature, off.int(), off + 1.0, off).clamped(vocab_size)
+    chosen = Positions(
+        rows=_row_of_each(logits, rows, num_rows),
+        in_order=_in_order(rows),
+        token_ids=ids[:, 0],
+        given_ids=ids[:, 1:],
+        filters=filters,
+        processed=processed,
+    )
+    upstream = positions.Upstream(
+        _accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients
+    )
+    with torch.no_grad():
+        return positions.logit_gradients(
+            logits, chosen, upstream, normalisers, entropies, num_kept, vocab_size
+        )
+
+
+def _no_second_derivative(_ctx: Any, *_gradients: Tensor) -> NoReturn:
+    raise RuntimeError("prompt_logprobs has a gradient, but no second derivative")
+
+
+def _prompt_logprobs_backward_fake(logits: Tensor, *_arguments: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _scatter_segments(
@@ -426,6 +757,9 @@ def _sample_backward(ctx: Any, *_gradients: Tensor) -> tuple[None, ...]:
 _LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("flashinfer_sample", _flashinfer_sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
+_LIBRARY.impl("prompt_logprobs", _prompt_logprobs, "CompositeExplicitAutograd")
+_LIBRARY.impl("prompt_logprobs_out", _prompt_logprobs_out, "CompositeExplicitAutograd")
+_LIBRARY.impl("prompt_logprobs_backward", _prompt_logprobs_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
@@ -434,9 +768,25 @@ torch.library.register_fake(
 )
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::cuda_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake(
+    "graphed_sampling::prompt_logprobs", _prompt_logprobs_fake, lib=_LIBRARY
+)
+torch.library.register_fake("graphed_sampling::prompt_logprobs_out", _no_result, lib=_LIBRARY)
+torch.library.register_fake(
+    "graphed_sampling::prompt_logprobs_backward", _prompt_logprobs_backward_fake, lib=_LIBRARY
+)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
 torch.library.register_autograd(
     "graphed_sampling::sample", _sample_backward, setup_context=_sample_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "graphed_sampling::prompt_logprobs",
+    _prompt_logprobs_autograd,
+    setup_context=_prompt_logprobs_context,
+    lib=_LIBRARY,
+)
+torch.library.register_autograd(
+    "graphed_sampling::prompt_logprobs_backward", _no_second_derivative, lib=_LIBRARY
 )
 load_native()

@@ -40,8 +40,19 @@ class Filters(NamedTuple):
         return LOG2_E / self.temperature.double().masked_fill(self.temperature == 0, 1.0)
 
 
-def write_params(params: Tensor, layout: TableLayout, filters: Filters, flags: Tensor) -> None:
-    """Fill the first records of params [>= n, layout.params_words], zeros, for clamped filters.
+def neutral_params(layout: TableLayout, device: torch.device) -> Tensor:
+    """int32 [layout.rows, layout.params_words]: records of slots that hold no request."""
+    params = torch.zeros(layout.rows, layout.params_words, dtype=torch.int32, device=device)
+    real = params.view(torch.float32)
+    for word in (Param.TEMPERATURE, Param.TOP_P, Param.TYPICAL_P, Param.REPETITION_PENALTY):
+        real[:, word].fill_(1.0)
+    real[:, Param.SCALE].fill_(LOG2_E)
+    params.view(torch.float64)[:, Param.WIDE_SCALE // 2].fill_(LOG2_E)
+    return params
+
+
+def write_params(params: Tensor, filters: Filters, flags: Tensor) -> None:
+    """Fill the first records of `neutral_params` for clamped filters of n rows.
 
     flags: int32 [n], the ParamFlags that say what is reported; the others are added here.
     """
@@ -66,6 +77,4 @@ def write_params(params: Tensor, layout: TableLayout, filters: Filters, flags: T
     wide[:, Param.WIDE_SCALE // 2] = scale
     real[:, Param.TOP_P] = top_p
     real[:, Param.MIN_P] = min_p
-    for unused in (Param.TYPICAL_P, Param.REPETITION_PENALTY):
-        real[:, unused] = 1.0
     wide[:, Param.MIN_P_OFFSET // 2] = temperature.double() * log_min_p

@@ -7,6 +7,7 @@ used where a test has loaded it.
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from collections.abc import Sequence
 from typing import Any, Final
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from graphed_sampling._build_info import build_info
+from graphed_sampling.backends.position_records import Positions, write_nothing
 from graphed_sampling.layout import TableLayout
+from graphed_sampling.positions import score_by_step
 
 NAME: Final = "cuda"
 CHOSEN_FOR: Final = "tables on a GPU for which the native library is built"
@@ -129,3 +132,19 @@ def sample_step(
         None if words is None else words.contiguous(),
         given,
     )
+
+
+def score_rows(
+    logits: Tensor,
+    positions: Positions,
+    output: Tensor,
+    layout: TableLayout,
+    *,
+    rank: bool,
+    entropy: bool,
+) -> None:
+    """Raw logprobs at many positions: see `backends`. It has no kernel of its own: its step draws
+    from every row greedily and reports what is asked; ranks and entropies are torch operations."""
+    write_nothing(output, layout)
+    module = importlib.import_module(__name__)
+    score_by_step(logits, positions, output, layout, module, rank=rank, entropy=entropy)
