@@ -6,6 +6,7 @@ from graphed_sampling.graph import CaptureReport, GraphedSampler
 from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.logprobs import (
     PromptLogprobs,
+    linear_logprobs,
     new_prompt_output,
     next_token_ids,
     prompt_logprobs,
@@ -31,6 +32,7 @@ __all__ = [
     "UnsupportedFeatureError",
     "build_info",
     "canonical_order",
+    "linear_logprobs",
     "new_output",
     "new_prompt_output",
     "new_scratch",

@@ -116,6 +116,44 @@ def prompt_logprobs(
     )  # fmt: skip
 
 
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    next_token_ids: Tensor,
+    *,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    rows: Tensor | None = None,
+    num_rows: Tensor | None = None,
+    given_ids: Tensor | None = None,
+    top_n: int = 0,
+    rank: bool = False,
+    entropy: bool = False,
+    vocab_size: int = -1,
+    backend: str = "auto",
+    chunk_rows: int = 0,
+) -> PromptLogprobs:
+    """`prompt_logprobs` of the logits hidden @ weight.T, which are never there all at once.
+
+    hidden: [n, h] fp32, bf16 or fp16; weight: [>= vocab_size, h] of the same dtype and device.
+    chunk_rows: how many positions' logits exist at a time, 0 for as many as take 256 MB. Logits are
+        rounded to the dtype of hidden, and their bits may depend on chunk_rows, as those of a
+        matrix product do on its shape.
+    Gradients with respect to hidden and weight, for which the logits are worked out once more; the
+    weight's is added up in fp32. Other arguments, results and errors: as of `prompt_logprobs`.
+    """
+    filters: dict[str, Tensor] = {}
+    if params is not None:
+        size = weight.shape[0] if vocab_size == -1 else vocab_size
+        filters = _filter_tensors(params, next_token_ids, size)
+    return PromptLogprobs(
+        *torch.ops.graphed_sampling.linear_logprobs(
+            hidden, weight, next_token_ids, rows, num_rows, given_ids, top_n=top_n, rank=rank,
+            entropy=entropy, vocab_size=vocab_size, backend=backend, chunk_rows=chunk_rows,
+            **filters,
+        )
+    )  # fmt: skip
+
+
 def _filter_tensors(
     params: SamplingParams | Sequence[SamplingParams], like: Tensor, vocab_size: int
 ) -> dict[str, Tensor]:

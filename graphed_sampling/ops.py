@@ -6,6 +6,7 @@
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
     torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
     torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
+    torch.ops.graphed_sampling.linear_logprobs   the same from hidden states and the head's weight
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
 
@@ -22,7 +23,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, philox, positions
+from graphed_sampling import backends, lm_head, philox, positions
 from graphed_sampling._build_info import load_native
 from graphed_sampling.backends import flashinfer
 from graphed_sampling.backends.position_records import Positions
@@ -75,11 +76,21 @@ _LIBRARY.define(
 _LIBRARY.define(
     f"prompt_logprobs_out(Tensor logits, Tensor next_token_ids, Tensor(a!) output, {_WISHES}) -> ()"
 )
+_FORWARD: Final = (
+    "Tensor ids, Tensor logprobs, Tensor gradients, Tensor? entropy_gradients, Tensor entropies, "
+    "Tensor normalisers, Tensor? rows, Tensor? num_rows, Tensor? temperature, Tensor? processed, "
+    "Tensor? num_kept, int vocab_size, str backend"
+)
+_LIBRARY.define(f"prompt_logprobs_backward(Tensor logits, {_FORWARD}) -> Tensor")
 _LIBRARY.define(
-    "prompt_logprobs_backward(Tensor logits, Tensor ids, Tensor logprobs, Tensor gradients, "
-    "Tensor? entropy_gradients, Tensor entropies, Tensor normalisers, Tensor? rows, "
-    "Tensor? num_rows, Tensor? temperature, Tensor? processed, Tensor? num_kept, int vocab_size)"
-    " -> Tensor"
+    f"linear_logprobs(Tensor hidden, Tensor weight, Tensor next_token_ids, {_WISHES}, "
+    "int chunk_rows=0) -> (Tensor logprobs, Tensor given_logprobs, Tensor top_logprobs, "
+    "Tensor entropies, Tensor top_token_ids, Tensor ranks, Tensor num_kept, Tensor flags, "
+    "Tensor normalisers)"
+)
+_LIBRARY.define(
+    f"linear_logprobs_backward(Tensor hidden, Tensor weight, {_FORWARD}, int chunk_rows, "
+    "bool of_hidden, bool of_weight) -> (Tensor, Tensor)"
 )
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
@@ -397,7 +408,32 @@ class _Wishes:
         backend: str = "auto",
     ) -> _Wishes:
         size = _check_vocab_size(logits, vocab_size)
-        device, count = logits.device, _count_positions(logits, rows)
+        return cls.check_rows(
+            logits, size, backend, next_token_ids, rows, num_rows, given_ids, temperature, top_k,
+            top_p, min_p, processed, top_n, rank, entropy,
+        )  # fmt: skip
+
+    @classmethod
+    def check_rows(
+        cls,
+        matrix: Tensor,
+        size: int,
+        backend: str,
+        next_token_ids: Tensor,
+        rows: Tensor | None,
+        num_rows: Tensor | None,
+        given_ids: Tensor | None,
+        temperature: Tensor | None,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        processed: Tensor | None,
+        top_n: int,
+        rank: bool,
+        entropy: bool,
+    ) -> _Wishes:
+        """matrix: the logits, or hidden states that logits come from; size: of the vocabulary."""
+        device, count = matrix.device, _count_positions(matrix, rows)
         check_vector("next_token_ids", next_token_ids, count, torch.int64, device)
         _check_num_rows(rows, num_rows, device)
         if given_ids is None:
@@ -432,10 +468,10 @@ class _Wishes:
         module = positions.scoring_module(backend, device)
         _check_ids_on_cpu("next_token_ids", next_token_ids, size)
         _check_ids_on_cpu("given_ids", given_ids, size)
-        _check_ids_on_cpu("rows", rows, logits.shape[0])
+        _check_ids_on_cpu("rows", rows, matrix.shape[0])
         return cls(
             Positions(
-                rows=_row_of_each(logits, rows, num_rows),
+                rows=_row_of_each(matrix, rows, num_rows),
                 in_order=_in_order(rows),
                 token_ids=_accepted_ids(next_token_ids, size),
                 given_ids=_accepted_ids(given_ids, size),
@@ -453,14 +489,18 @@ def _check_vocab_size(logits: Tensor, vocab_size: int) -> int:
     """Check the logits; returns the vocabulary size, -1 being all of their columns."""
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
-    width = logits.shape[1]
+    size = _size_within(logits.shape[1], vocab_size, "columns of the logits")
+    check_logits(logits, size)
+    return size
+
+
+def _size_within(width: int, vocab_size: int, of: str) -> int:
     size = width if vocab_size == -1 else vocab_size
     if not (1 <= size <= min(width, MAX_VOCAB_SIZE)):
         raise ValueError(
-            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all columns of the logits) "
+            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all {of}) "
             f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
         )
-    check_logits(logits, size)
     return size
 
 
@@ -564,14 +604,52 @@ def _prompt_logprobs(
     return tuple(part.clone() for part in positions.split_record(output, layout))
 
 
-def _prompt_logprobs_fake(
-    logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
-) -> tuple[Tensor, ...]:
-    layout = _Wishes.check(logits, next_token_ids, *wishes, **named).layout
-    count = next_token_ids.shape[0]
+def _check_linear(hidden: Tensor, weight: Tensor, vocab_size: int, chunk_rows: int) -> int:
+    """Check what `linear_logprobs` makes logits from; returns the vocabulary size."""
+    for name, matrix in (("hidden", hidden), ("weight", weight)):
+        if matrix.dim() != 2 or matrix.dtype not in LOGITS_DTYPES:
+            raise ValueError(
+                f"{name} is {matrix.dtype} {list(matrix.shape)}: it must have two dimensions and "
+                f"one of the dtypes {', '.join(str(d) for d in LOGITS_DTYPES)}"
+            )
+    if weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"weight is {weight.dtype} {list(weight.shape)}: it must be {hidden.dtype} "
+            f"[>= vocab_size, {hidden.shape[1]}]"
+        )
+    _check_device("weight", weight, hidden.device)
+    if chunk_rows < 0:
+        raise ValueError(f"chunk_rows = {chunk_rows} is not accepted: it must be >= 0, 0 for any")
+    return _size_within(weight.shape[0], vocab_size, "rows of the weight")
 
+
+def _linear_logprobs(
+    hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
+    size = _check_linear(hidden, weight, vocab_size, chunk_rows)
+    checked = _Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes)
+    layout = checked.layout
+    output = torch.empty(
+        next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=hidden.device
+    )
+    with torch.no_grad():
+        lm_head.score_hidden(
+            hidden, weight, checked.positions, output, layout, checked.module, chunk_rows,
+            rank=checked.rank, entropy=checked.entropy,
+        )  # fmt: skip
+    return tuple(part.clone() for part in positions.split_record(output, layout))
+
+
+def _all_wishes(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Wishes up to chunk_rows; the dispatcher leaves out what has its default at the end."""
+    defaults = (*[None] * 8, 0, False, False, -1, "auto", 0)
+    return (*given, *defaults[len(given) :])
+
+
+def _empty_results(like: Tensor, layout: TableLayout, count: int) -> tuple[Tensor, ...]:
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return logits.new_empty((count, *shape), dtype=dtype)
+        return like.new_empty((count, *shape), dtype=dtype)
 
     real, number = torch.float32, torch.int32
     return (
@@ -587,22 +665,43 @@ def _prompt_logprobs_fake(
     )
 
 
-def _prompt_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, token_ids, rows, num_rows, given_ids, temperature, top_k, top_p, min_p = inputs[:9]
-    processed, vocab_size = inputs[9], inputs[13]
+def _prompt_logprobs_fake(
+    logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    layout = _Wishes.check(logits, next_token_ids, *wishes, **named).layout
+    return _empty_results(logits, layout, next_token_ids.shape[0])
+
+
+def _linear_logprobs_fake(
+    hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
+    size = _check_linear(hidden, weight, vocab_size, chunk_rows)
+    layout = _Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes).layout
+    return _empty_results(hidden, layout, next_token_ids.shape[0])
+
+
+def _save_for_backward(
+    ctx: Any,
+    sources: tuple[Tensor, ...],
+    next_token_ids: Tensor,
+    wishes: tuple[Any, ...],
+    vocab_size: int,
+    output: tuple[Tensor, ...],
+) -> None:
+    rows, num_rows, given_ids, temperature, top_k, top_p, min_p, processed = wishes[:8]
     logprobs, given, top, entropies, top_ids, ranks, num_kept, flags, normalisers = output
     ctx.mark_non_differentiable(top_ids, ranks, num_kept, flags, normalisers)
     ctx.set_materialize_grads(False)
     if given_ids is None:
-        given_ids = token_ids.new_empty(token_ids.shape[0], 0)
-    size = logits.shape[1] if vocab_size == -1 else vocab_size
+        given_ids = next_token_ids.new_empty(next_token_ids.shape[0], 0)
     filtered = any(value is not None for value in (top_k, top_p, min_p))
     if temperature is None and (filtered or processed is not None):
         temperature = torch.ones_like(logprobs)
-    ctx.vocab_size, ctx.num_given = size, given_ids.shape[1]
+    ctx.vocab_size, ctx.backend, ctx.num_given = vocab_size, wishes[12], given_ids.shape[1]
     ctx.save_for_backward(
-        logits,
-        torch.cat([token_ids.unsqueeze(1), given_ids, top_ids], 1),
+        *sources,
+        torch.cat([next_token_ids.unsqueeze(1), given_ids, top_ids], 1),
         torch.cat([logprobs.unsqueeze(1), given, top], 1),
         entropies,
         normalisers,
@@ -614,33 +713,56 @@ def _prompt_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
     )
 
 
-def _prompt_logprobs_autograd(
-    ctx: Any,
-    of_logprobs: Tensor | None,
-    of_given: Tensor | None,
-    of_top: Tensor | None,
-    of_entropies: Tensor | None,
-    *_others: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    logits, ids, logprobs, entropies, normalisers, *selection = ctx.saved_tensors
+def _backward_arguments(ctx: Any, sources: int, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the backward op: what was saved, and the gradients that came."""
+    of_logprobs, of_given, of_top, of_entropies = gradients[:4]
+    saved = ctx.saved_tensors
+    ids, logprobs, entropies, normalisers, *selection = saved[sources:]
     of_lists = [None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top]
     widths = (1, ctx.num_given, ids.shape[1] - 1 - ctx.num_given)
-    gradients = torch.cat(
+    joined = torch.cat(
         [
             logprobs.new_zeros(ids.shape[0], width) if gradient is None else gradient
             for gradient, width in zip(of_lists, widths, strict=True)
         ],
         1,
     )
-    gradient = torch.ops.graphed_sampling.prompt_logprobs_backward(
-        logits, ids, logprobs, gradients, of_entropies, entropies, normalisers, *selection,
-        ctx.vocab_size,
+    return (
+        *saved[:sources], ids, logprobs, joined, of_entropies, entropies, normalisers, *selection,
+        ctx.vocab_size, ctx.backend,
     )  # fmt: skip
+
+
+def _prompt_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, next_token_ids, *wishes = inputs
+    size = logits.shape[1] if wishes[11] == -1 else wishes[11]
+    _save_for_backward(ctx, (logits,), next_token_ids, tuple(wishes), size, output)
+
+
+def _prompt_logprobs_autograd(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    arguments = _backward_arguments(ctx, 1, gradients)
+    gradient = torch.ops.graphed_sampling.prompt_logprobs_backward(*arguments)
     return (gradient, *[None] * 14)
 
 
-def _prompt_logprobs_backward(
-    logits: Tensor,
+def _linear_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, next_token_ids, *wishes = inputs
+    size = weight.shape[0] if wishes[11] == -1 else wishes[11]
+    ctx.chunk_rows = wishes[13]
+    _save_for_backward(ctx, (hidden, weight), next_token_ids, tuple(wishes), size, output)
+
+
+def _linear_logprobs_autograd(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    arguments = _backward_arguments(ctx, 2, gradients)
+    wanted = ctx.needs_input_grad[:2]
+    found = torch.ops.graphed_sampling.linear_logprobs_backward(*arguments, ctx.chunk_rows, *wanted)
+    kept = [g if wants else None for g, wants in zip(found, wanted, strict=True)]
+    return (*kept, *[None] * 15)
+
+
+def _of_backward(
+    matrix: Tensor,
+    vocab_size: int,
     ids: Tensor,
     logprobs: Tensor,
     gradients: Tensor,
@@ -652,35 +774,66 @@ def _prompt_logprobs_backward(
     temperature: Tensor | None,
     processed: Tensor | None,
     num_kept: Tensor | None,
-    vocab_size: int,
-) -> Tensor:
+) -> tuple[Positions, positions.Upstream, positions.Forward]:
+    """What the backward ops work on, of their arguments."""
     filters = None
     if temperature is not None:
         off = torch.zeros_like(temperature)
         filters = Filters(temperature, off.int(), off + 1.0, off).clamped(vocab_size)
-    chosen = Positions(
-        rows=_row_of_each(logits, rows, num_rows),
-        in_order=_in_order(rows),
-        token_ids=ids[:, 0],
-        given_ids=ids[:, 1:],
-        filters=filters,
-        processed=processed,
+    return (
+        Positions(
+            rows=_row_of_each(matrix, rows, num_rows),
+            in_order=_in_order(rows),
+            token_ids=ids[:, 0],
+            given_ids=ids[:, 1:],
+            filters=filters,
+            processed=processed,
+        ),
+        positions.Upstream(
+            _accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients
+        ),
+        positions.Forward(normalisers, entropies, num_kept),
     )
-    upstream = positions.Upstream(
-        _accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients
-    )
+
+
+def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
+    *saved, vocab_size, backend = arguments
     with torch.no_grad():
-        return positions.logit_gradients(
-            logits, chosen, upstream, normalisers, entropies, num_kept, vocab_size
-        )
+        asked = _of_backward(logits, vocab_size, *saved)
+        module = positions.scoring_module(backend, logits.device)
+        return positions.logit_gradients(logits, *asked, vocab_size, module)
+
+
+def _linear_logprobs_backward(
+    hidden: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    *saved, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
+    with torch.no_grad():
+        asked = _of_backward(hidden, vocab_size, *saved)
+        module = positions.scoring_module(backend, hidden.device)
+        return lm_head.hidden_gradients(
+            hidden, weight, *asked, vocab_size, module, chunk_rows,
+            of_hidden=of_hidden, of_weight=of_weight,
+        )  # fmt: skip
 
 
 def _no_second_derivative(_ctx: Any, *_gradients: Tensor) -> NoReturn:
-    raise RuntimeError("prompt_logprobs has a gradient, but no second derivative")
+    raise RuntimeError("logprobs have a gradient, but no second derivative")
 
 
 def _prompt_logprobs_backward_fake(logits: Tensor, *_arguments: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _linear_logprobs_backward_fake(
+    hidden: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    of_hidden, of_weight = arguments[-2:]
+    contiguous = torch.contiguous_format
+    return (
+        torch.empty_like(hidden, memory_format=contiguous) if of_hidden else hidden.new_empty(0),
+        torch.empty_like(weight, memory_format=contiguous) if of_weight else hidden.new_empty(0),
+    )
 
 
 def _scatter_segments(
@@ -760,6 +913,8 @@ _LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
 _LIBRARY.impl("prompt_logprobs", _prompt_logprobs, "CompositeExplicitAutograd")
 _LIBRARY.impl("prompt_logprobs_out", _prompt_logprobs_out, "CompositeExplicitAutograd")
 _LIBRARY.impl("prompt_logprobs_backward", _prompt_logprobs_backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_logprobs", _linear_logprobs, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_logprobs_backward", _linear_logprobs_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
@@ -775,6 +930,12 @@ torch.library.register_fake("graphed_sampling::prompt_logprobs_out", _no_result,
 torch.library.register_fake(
     "graphed_sampling::prompt_logprobs_backward", _prompt_logprobs_backward_fake, lib=_LIBRARY
 )
+torch.library.register_fake(
+    "graphed_sampling::linear_logprobs", _linear_logprobs_fake, lib=_LIBRARY
+)
+torch.library.register_fake(
+    "graphed_sampling::linear_logprobs_backward", _linear_logprobs_backward_fake, lib=_LIBRARY
+)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
 torch.library.register_autograd(
@@ -787,6 +948,11 @@ torch.library.register_autograd(
     lib=_LIBRARY,
 )
 torch.library.register_autograd(
-    "graphed_sampling::prompt_logprobs_backward", _no_second_derivative, lib=_LIBRARY
+    "graphed_sampling::linear_logprobs",
+    _linear_logprobs_autograd,
+    setup_context=_linear_logprobs_context,
+    lib=_LIBRARY,
 )
+for _op in ("prompt_logprobs_backward", "linear_logprobs_backward"):
+    torch.library.register_autograd(f"graphed_sampling::{_op}", _no_second_derivative, lib=_LIBRARY)
 load_native()

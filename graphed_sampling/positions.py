@@ -272,62 +272,104 @@ class Upstream:
     gradients: Tensor
     of_entropies: Tensor | None
 
+    def chunk(self, part: slice) -> Upstream:
+        of_entropies = self.of_entropies
+        return Upstream(
+            self.ids[part],
+            self.logprobs[part],
+            self.gradients[part],
+            None if of_entropies is None else of_entropies[part],
+        )
+
+    def counts(self) -> Tensor:
+        """bool [m, k]: which logprobs there are that are no constants."""
+        return (self.ids >= 0) & (self.logprobs > -math.inf)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward pass told of m positions.
+
+    normalisers: fp32 [m, 2], largest logits and log normalisers. entropies: fp32 [m]. num_kept:
+    int32 [m], how many tokens were kept of each row, 0 for all; None where no filter was on.
+    """
+
+    normalisers: Tensor
+    entropies: Tensor
+    num_kept: Tensor | None
+
+    def chunk(self, part: slice) -> Forward:
+        kept = self.num_kept
+        return Forward(
+            self.normalisers[part], self.entropies[part], None if kept is None else kept[part]
+        )
+
 
 def logit_gradients(
     logits: Tensor,
     positions: Positions,
     upstream: Upstream,
-    normalisers: Tensor,
-    entropies: Tensor,
-    num_kept: Tensor | None,
+    forward: Forward,
     vocab_size: int,
+    module: Any,
 ) -> Tensor:
     """The gradient of the logits, in their shape and dtype.
 
-    normalisers: fp32 [m, 2], the largest logits and the log normalisers of the forward pass.
-    num_kept: int32 [m], how many tokens the forward pass kept of each row, 0 for all; None where no
-    filter was on. What is constant has no gradient: logprobs of -inf, rows with +inf or without a
-    finite entry, greedy rows. So the set of survivors has none.
+    What is constant has no gradient: logprobs of -inf, rows with +inf or without a finite entry,
+    greedy rows. Nor has the set of survivors.
     """
     result = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    if positions.in_order:
+        write_gradients(result, logits, positions, upstream, forward, vocab_size, module)
+        return result
+    count = positions.rows.shape[0]
+    at_once = max(1, GRADIENT_ELEMENTS // logits.shape[1])
+    for start in range(0, count, at_once):
+        part = slice(start, min(start + at_once, count))
+        chunk = positions.chunk(part)
+        gradient = _chunk_gradient(
+            chunk.logits(logits, part)[:, :vocab_size], chunk, upstream.chunk(part),
+            forward.chunk(part),
+        ).to(logits.dtype)  # fmt: skip
+        # Positions may share a row.
+        result[:, :vocab_size].index_add_(0, chunk.rows.clamp(min=0), gradient)
+    return result
+
+
+def write_gradients(
+    result: Tensor,
+    logits: Tensor,
+    positions: Positions,
+    upstream: Upstream,
+    forward: Forward,
+    vocab_size: int,
+    module: Any,
+) -> None:
+    """The gradients of positions in order into result [m, width], which may be the logits."""
+    if vocab_size < result.shape[1]:
+        result[:, vocab_size:] = 0.0
+    if forward.num_kept is None and hasattr(module, "gradient_rows"):
+        scale = _inverse_temperatures(positions)
+        module.gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size)
+        return
     count = positions.rows.shape[0]
     at_once = max(1, GRADIENT_ELEMENTS // vocab_size)
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
-        chunk = positions.chunk(part)
-        of_entropies = upstream.of_entropies
-        gradient = _chunk_gradient(
-            chunk.logits(logits, part)[:, :vocab_size],
-            chunk,
-            Upstream(
-                upstream.ids[part],
-                upstream.logprobs[part],
-                upstream.gradients[part],
-                None if of_entropies is None else of_entropies[part],
-            ),
-            normalisers[part],
-            entropies[part],
-            None if num_kept is None else num_kept[part],
-        ).to(logits.dtype)
-        if positions.in_order:
-            result[part, :vocab_size] = gradient
-        else:
-            # Positions may share a row.
-            row = chunk.rows.clamp(min=0)
-            result[:, :vocab_size].index_add_(0, row, gradient)
-    return result
+        result[part, :vocab_size] = _chunk_gradient(
+            logits[part, :vocab_size], positions.chunk(part), upstream.chunk(part),
+            forward.chunk(part),
+        )  # fmt: skip
 
 
 def _chunk_gradient(
     logits: Tensor,
     chunk: Positions,
     upstream: Upstream,
-    normalisers: Tensor,
-    entropies: Tensor,
-    num_kept: Tensor | None,
+    forward: Forward,
 ) -> Tensor:
     """fp32 [c, V]: zeros where a position has no row."""
-    largest, log_normaliser = normalisers[:, :1], normalisers[:, 1:]
+    largest, log_normaliser = forward.normalisers[:, :1], forward.normalisers[:, 1:]
     scale = _inverse_temperatures(chunk)
     # log p; what is no number, or is beside +inf, has p = 0.
     log_p = logits - largest  # fp32, and never the logits themselves
@@ -335,18 +377,18 @@ def _chunk_gradient(
         log_p.mul_(scale)
     log_p.sub_(log_normaliser).nan_to_num_(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     p = log_p.exp()
-    if num_kept is not None:
-        number = num_kept.long().masked_fill(num_kept == 0, logits.shape[1])
+    if forward.num_kept is not None:
+        number = forward.num_kept.long()
+        number.masked_fill_(number == 0, logits.shape[1])
         p.masked_fill_(~backends.module("torch").leading(log_p, number), 0.0)
     constant = (chunk.rows < 0).unsqueeze(1) | ~largest.isfinite()
-    counts = (upstream.ids >= 0) & (upstream.logprobs > -math.inf) & ~constant
-    gradients = upstream.gradients.masked_fill(~counts, 0.0)
+    gradients = upstream.gradients.masked_fill(~upstream.counts() | constant, 0.0)
     factor = -gradients.sum(1, keepdim=True)
     if upstream.of_entropies is None:
         result = p.mul_(factor)
     else:
         of_entropy = upstream.of_entropies.unsqueeze(1).masked_fill(constant, 0.0)
-        entropy = entropies.unsqueeze(1).masked_fill(constant, 0.0)
+        entropy = forward.entropies.unsqueeze(1).masked_fill(constant, 0.0)
         # d H / d z_i = -p_i (ln p_i + H)
         slope = log_p.add_(entropy).mul_(-of_entropy).add_(factor)
         result = slope.masked_fill_(p == 0, 0.0).mul_(p)

@@ -249,28 +249,39 @@ def test_no_positions(pair: BackendDevice) -> None:
 # The same bits as the step's.
 
 
+RAW_REQUESTS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.8}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9},
+    {"top_p": 0.97}, {"top_k": 1000}, {"top_n_sigma": 1.5}, {"typical_p": 0.9},
+    {"logit_bias": {3: 2.0}, "temperature": 0.8}, {"repetition_penalty": 1.3}, {"min_tokens": 2},
+    {"allowed_token_ids": list(range(100))}, {"bad_words_ids": [[4]], "eta_cutoff": 0.01},
+]  # fmt: skip
+"""What must not show in a raw logprob: each makes a backend go another way through the row."""
+
+
 def test_the_bits_are_those_of_the_step(pair: BackendDevice) -> None:
     """Raw and processed, of the drawn token, of given ones and of the best."""
     rng = np.random.default_rng(11)
-    vocab, count = pair.rows(4500, 700), pair.rows(48, 12)
-    kinds = ["smooth", "zipf", "ties", "holes", "flat", "nan", "inf"]
-    rows = np.stack([random_row(rng, vocab, kinds[i % len(kinds)]) for i in range(count)])
+    vocab, count = pair.rows(4500, 700), pair.rows(104, 26)
+    kinds = ["smooth", "zipf", "ties", "flat", "holes", "nan", "inf"]
+    rows = np.stack([random_row(rng, vocab, kinds[i // 2 % len(kinds)]) for i in range(count)])
     logits = torch.from_numpy(rows).to(pair.device)
     table = RequestTable(
-        count, vocab, device=pair.device, max_logprobs=4, max_logprob_ids=3, seed=1
-    )
+        count, vocab, device=pair.device, max_logprobs=4, max_logprob_ids=3, seed=1,
+        eos_token_ids=(5,),
+    )  # fmt: skip
     params = []
     for i in range(count):
-        chosen = random_filters(rng, vocab) if i % 3 else SamplingParams(temperature=1.0)
+        raw = SamplingParams(**RAW_REQUESTS[i // 2 % len(RAW_REQUESTS)])
+        chosen = random_filters(rng, vocab) if i % 2 else raw
         given = [int(t) for t in rng.integers(0, vocab, 3)]
         params.append(replace(chosen, seed=i, logprobs=4, logprob_token_ids=given))
-        table.admit(params[-1])
+        table.admit(params[-1], [7, 8])
     slots = torch.arange(count, dtype=torch.int32)
     step = Sampler(table, pair.backend)(logits, slots)
     got = prompt_logprobs(
         logits,
         step.token_ids.clone(),
-        params=[replace(p, logprobs=None) for p in params],
+        params=params,
         given_ids=torch.tensor([p.logprob_token_ids for p in params], device=pair.device),
         top_n=4,
         backend=pair.backend,

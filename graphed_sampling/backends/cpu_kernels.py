@@ -329,6 +329,12 @@ def _mass_bits(z):
     Left as the bits of a float64, so that a loop over it stays in vector registers: the sum of
     n masses is the sum of n of these less n * _ROUND_BITS (modulo 2^64).
     """
+    return _bits64(_weight(z) + _ROUND)
+
+
+@_jit
+def _weight(z):
+    """2^40 * 2^z, for -64 <= z <= 0."""
     t = z + (_ROUND + _MASS_BITS)  # so that the shift below scales by 2^40, too
     f = z - (t - (_ROUND + _MASS_BITS))
     p = _EXP2[7] * f + _EXP2[6]
@@ -339,8 +345,7 @@ def _mass_bits(z):
     p = p * f + _EXP2[1]
     p = p * f + _EXP2[0]
     p = p * f + 1.0
-    scaled = _float64(_bits64(p) + (_bits64(t) << 52))
-    return _bits64(scaled + _ROUND)
+    return _float64(_bits64(p) + (_bits64(t) << 52))
 
 
 @_jit
@@ -1435,26 +1440,33 @@ def _raw_entropy(groups, maximum, log_norm, ws):
         return np.float32(log_norm)
     if maximum == -_INF:
         return _NAN
-    y, keys, lanes = ws.y, ws.group_keys, ws.lanes
-    lanes[:] = 0.0
-    total = 0
-    top = np.float64(maximum)
     # 64 partial sums, each in the order of the ids: a function of the row, and vectors.
+    totals, moments = ws.z[:GROUP], ws.lanes
+    totals[:] = 0.0
+    moments[:] = 0.0
+    top = np.float64(maximum)
     for group in range(groups):
-        if (np.float64(_value(keys[group])) - top) * _LOG2_E <= -42.0:
-            continue  # all masses are 0
-        values = y[group * GROUP : group * GROUP + GROUP]
-        for j in range(GROUP):
-            z = (np.float64(values[j]) - top) * _LOG2_E
-            counted = z if z > _Z_MIN else _Z_MIN  # NaN, too
-            mass = _mass_bits(counted) - _ROUND_BITS
-            total += mass
-            lanes[j] += np.float64(mass) * counted
-    moment = 0.0
+        # Below, weights are 2^-42 and less of the largest.
+        if (np.float64(_value(ws.group_keys[group])) - top) * _LOG2_E > -42.0:
+            _add_moments(ws.y, group, top, totals, moments)
+    total, moment = 0.0, 0.0
     for j in range(GROUP):
-        moment += lanes[j]
-    mean = moment / np.float64(total)
-    return np.float32(max(math.log(np.float64(total) / _ONE) - mean * _LN2, 0.0))
+        total += totals[j]
+        moment += moments[j]
+    return np.float32(max(math.log(total / _ONE) - moment / total * _LN2, 0.0))
+
+
+@_jit
+def _add_moments(y, group, maximum, totals, moments):
+    """Adds a group's weights, and weights times z, to 64 partial sums of each."""
+    _prefer_wide_vectors()
+    values = y[group * GROUP : group * GROUP + GROUP]
+    for j in range(GROUP):
+        z = (np.float64(values[j]) - maximum) * _LOG2_E
+        z = z if z > _Z_MIN else _Z_MIN  # NaN, too: its weight is 2^-64
+        weight = _weight(z)
+        totals[j] += weight
+        moments[j] += weight * z
 
 
 @_jit_once
