@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphed_sampling.backends.position_records import Positions
+from graphed_sampling.backends.position_records import Forward, Positions, Upstream
 from graphed_sampling.layout import TableLayout
-from graphed_sampling.positions import Forward, Upstream, score_positions, write_gradients
+from graphed_sampling.positions import score_positions, write_gradients
 
 CHUNK_BYTES: Final = 256 * 2**20
 """Of logits that exist at a time, where the caller does not say of how many positions."""

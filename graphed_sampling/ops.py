@@ -26,7 +26,7 @@ from torch import Tensor
 from graphed_sampling import backends, lm_head, philox, positions
 from graphed_sampling._build_info import load_native
 from graphed_sampling.backends import flashinfer
-from graphed_sampling.backends.position_records import Positions
+from graphed_sampling.backends.position_records import Forward, Positions, Upstream
 from graphed_sampling.layout import (
     MAX_VOCAB_SIZE,
     Output,
@@ -774,7 +774,7 @@ def _of_backward(
     temperature: Tensor | None,
     processed: Tensor | None,
     num_kept: Tensor | None,
-) -> tuple[Positions, positions.Upstream, positions.Forward]:
+) -> tuple[Positions, Upstream, Forward]:
     """What the backward ops work on, of their arguments."""
     filters = None
     if temperature is not None:
@@ -789,10 +789,8 @@ def _of_backward(
             filters=filters,
             processed=processed,
         ),
-        positions.Upstream(
-            _accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients
-        ),
-        positions.Forward(normalisers, entropies, num_kept),
+        Upstream(_accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients),
+        Forward(normalisers, entropies, num_kept),
     )
 
 

@@ -9,14 +9,20 @@ Nothing here waits for the device, so that all of it can be captured in a CUDA g
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from graphed_sampling import backends
-from graphed_sampling.backends.position_records import PositionColumns, Positions, write_nothing
+from graphed_sampling.backends.position_records import (
+    Forward,
+    PositionColumns,
+    Positions,
+    Upstream,
+    write_nothing,
+)
 from graphed_sampling.layout import (
     Output,
     Param,
@@ -259,52 +265,6 @@ class _Step:
 # Gradients.
 
 
-@dataclass(frozen=True)
-class Upstream:
-    """Gradients that reach the selected logprobs and the entropies of m positions.
-
-    ids: int64 [m, k], tokens whose logprobs have gradients; negative for none. logprobs: fp32
-    [m, k], theirs. gradients: fp32 [m, k]. of_entropies: fp32 [m], or None.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-    gradients: Tensor
-    of_entropies: Tensor | None
-
-    def chunk(self, part: slice) -> Upstream:
-        of_entropies = self.of_entropies
-        return Upstream(
-            self.ids[part],
-            self.logprobs[part],
-            self.gradients[part],
-            None if of_entropies is None else of_entropies[part],
-        )
-
-    def counts(self) -> Tensor:
-        """bool [m, k]: which logprobs there are that are no constants."""
-        return (self.ids >= 0) & (self.logprobs > -math.inf)
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What the forward pass told of m positions.
-
-    normalisers: fp32 [m, 2], largest logits and log normalisers. entropies: fp32 [m]. num_kept:
-    int32 [m], how many tokens were kept of each row, 0 for all; None where no filter was on.
-    """
-
-    normalisers: Tensor
-    entropies: Tensor
-    num_kept: Tensor | None
-
-    def chunk(self, part: slice) -> Forward:
-        kept = self.num_kept
-        return Forward(
-            self.normalisers[part], self.entropies[part], None if kept is None else kept[part]
-        )
-
-
 def logit_gradients(
     logits: Tensor,
     positions: Positions,
@@ -348,9 +308,10 @@ def write_gradients(
     """The gradients of positions in order into result [m, width], which may be the logits."""
     if vocab_size < result.shape[1]:
         result[:, vocab_size:] = 0.0
-    if forward.num_kept is None and hasattr(module, "gradient_rows"):
+    by_kernel = None if forward.num_kept is not None else _gradient_module(module, logits.device)
+    if by_kernel is not None:
         scale = _inverse_temperatures(positions)
-        module.gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size)
+        by_kernel.gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size)
         return
     count = positions.rows.shape[0]
     at_once = max(1, GRADIENT_ELEMENTS // vocab_size)
@@ -360,6 +321,15 @@ def write_gradients(
             logits[part, :vocab_size], positions.chunk(part), upstream.chunk(part),
             forward.chunk(part),
         )  # fmt: skip
+
+
+def _gradient_module(module: Any, device: torch.device) -> Any:
+    """The backend whose kernel works gradients out; None for torch operations. Their bits are not
+    the step's business, so that on a GPU Triton serves who has no kernel."""
+    if hasattr(module, "gradient_rows"):
+        return module
+    triton = backends.module("triton")
+    return triton if device.type == "cuda" and not triton.unusable(device) else None
 
 
 def _chunk_gradient(

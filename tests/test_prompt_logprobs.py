@@ -504,8 +504,23 @@ def double_reference(
     return torch.stack(logprobs), torch.stack(others), torch.stack(entropies)
 
 
+UNFILTERED = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, logprobs_mode="processed"),
+]
+FILTERED = [
+    SamplingParams(temperature=1.7, top_k=30, top_p=0.9, logprobs_mode="processed"),
+    SamplingParams(min_p=0.01, logprobs_mode="processed"),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_equal_torch_s_in_float64(pair: BackendDevice, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "choices", [UNFILTERED[:1], UNFILTERED, UNFILTERED + FILTERED], ids=["raw", "warm", "filtered"]
+)
+def test_gradients_equal_torch_s_in_float64(
+    pair: BackendDevice, choices: list[SamplingParams], dtype: str
+) -> None:
     pair.require_dtype(dtype)
     rng = np.random.default_rng(19)
     count = pair.rows(12, 4)
@@ -516,13 +531,7 @@ def test_gradients_equal_torch_s_in_float64(pair: BackendDevice, dtype: str) -> 
     # The likeliest tokens, which every filter keeps.
     order = exact.argsort(1, descending=True)
     tokens, given = order[:, 0], order[:, 1:2]
-    choices = [
-        SamplingParams(),
-        SamplingParams(temperature=0.6, logprobs_mode="processed"),
-        SamplingParams(temperature=1.7, top_k=30, top_p=0.9, logprobs_mode="processed"),
-        SamplingParams(min_p=0.01, logprobs_mode="processed"),
-    ]
-    params = [choices[i % 4] for i in range(count)]
+    params = [choices[i % len(choices)] for i in range(count)]
     upstream = torch.randn(3, count, generator=torch.Generator().manual_seed(2)).double()
     expected = double_reference(exact, tokens, given, params)
     torch.autograd.backward([expected[0], expected[1][:, 0], expected[2]], list(upstream))
@@ -537,6 +546,8 @@ def test_gradients_equal_torch_s_in_float64(pair: BackendDevice, dtype: str) -> 
     assert logits.grad is not None and exact.grad is not None
     assert logits.grad.dtype == DTYPES[dtype]
     spacing = {"fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-10}[dtype]
+    if pair.interpreted:
+        spacing *= 2  # Triton's interpreter cuts off where GPUs round
     difference = (logits.grad.cpu().double() - exact.grad).abs()
     assert (difference <= 2e-6 + spacing * exact.grad.abs()).all(), difference.max()
 
@@ -567,33 +578,39 @@ def test_gradcheck(pair: BackendDevice) -> None:
             assert torch.autograd.gradcheck(scores, (logits,), eps=1e-2, atol=2e-3, rtol=1e-2)
 
 
-def test_gradients_reach_the_rows_asked_for_alone() -> None:
+def test_gradients_reach_the_rows_asked_for_alone(pair: BackendDevice) -> None:
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(4, V, generator=generator)
     tokens = torch.tensor([5, 6, 7])
     for rows in (torch.tensor([2, -1, 2]), torch.tensor([True, False, True, False])):
-        x = logits.clone().requires_grad_()
+        x = logits.to(pair.device, copy=True).requires_grad_()
         is_mask = rows.dtype == torch.bool
         ids = torch.tensor([5, 6, 7, 8]) if is_mask else tokens
-        prompt_logprobs(x, ids, rows=rows).logprobs.nansum().backward()
+        got = prompt_logprobs(
+            x, ids.to(pair.device), rows=rows.to(pair.device), backend=pair.backend
+        )
+        got.logprobs.nansum().backward()
         y = logits.double().requires_grad_()
         pairs = [(0, 5), (2, 7)] if is_mask else [(2, 5), (2, 7)]
         torch.stack([y[row].log_softmax(0)[token] for row, token in pairs]).sum().backward()
         assert x.grad is not None and y.grad is not None
-        assert torch.allclose(x.grad.double(), y.grad, atol=1e-6)
+        assert torch.allclose(x.grad.cpu().double(), y.grad, atol=1e-6)
 
 
-def test_what_is_constant_has_no_gradient() -> None:
+def test_what_is_constant_has_no_gradient(pair: BackendDevice) -> None:
     """-inf, rows with +inf or nothing, greedy rows; the padded vocabulary."""
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(5))
     logits[0, 3] = -INF
     logits[1, 4] = INF
     logits[2] = NAN
-    logits.requires_grad_()
+    best = int(logits[3, :8].argmax())
+    logits = logits.to(pair.device).requires_grad_()
     greedy = SamplingParams(temperature=0.0, logprobs_mode="processed")
     params = [*[SamplingParams()] * 3, greedy, SamplingParams()]
-    tokens = torch.tensor([3, 4, 0, int(logits[3, :8].argmax()), 1])
-    got = prompt_logprobs(logits, tokens, params=params, entropy=True, vocab_size=8)
+    tokens = torch.tensor([3, 4, 0, best, 1], device=pair.device)
+    got = prompt_logprobs(
+        logits, tokens, params=params, entropy=True, vocab_size=8, backend=pair.backend
+    )
     (got.logprobs[[0, 1, 3, 4]].sum() + got.entropies[3]).backward()
     assert logits.grad is not None
     assert not logits.grad[:4].any()

@@ -16,6 +16,8 @@ which have the bits of its step's:
 
     score_rows(logits, positions, output, layout, *, rank, entropy) -> None
                                               every position's record, see `layout.PositionRecord`
+    gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size) -> None
+                                              where it has a kernel: their gradients; optional
 
 REFUSES may hold "words" too, the argument of a step. A backend may also have
 

@@ -47,6 +47,52 @@ class Positions:
         return logits.index_select(0, self.rows.clamp(min=0))
 
 
+@dataclass(frozen=True)
+class Upstream:
+    """Gradients that reach the selected logprobs and the entropies of m positions.
+
+    ids: int64 [m, k], tokens whose logprobs have gradients; negative for none. logprobs: fp32
+    [m, k], theirs. gradients: fp32 [m, k]. of_entropies: fp32 [m], or None.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    gradients: Tensor
+    of_entropies: Tensor | None
+
+    def chunk(self, part: slice) -> Upstream:
+        of_entropies = self.of_entropies
+        return Upstream(
+            self.ids[part],
+            self.logprobs[part],
+            self.gradients[part],
+            None if of_entropies is None else of_entropies[part],
+        )
+
+    def counts(self) -> Tensor:
+        """bool [m, k]: which logprobs there are that are no constants."""
+        return (self.ids >= 0) & (self.logprobs > -math.inf)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the forward pass told of m positions.
+
+    normalisers: fp32 [m, 2], largest logits and log normalisers. entropies: fp32 [m]. num_kept:
+    int32 [m], how many tokens were kept of each row, 0 for all; None where no filter was on.
+    """
+
+    normalisers: Tensor
+    entropies: Tensor
+    num_kept: Tensor | None
+
+    def chunk(self, part: slice) -> Forward:
+        kept = self.num_kept
+        return Forward(
+            self.normalisers[part], self.entropies[part], None if kept is None else kept[part]
+        )
+
+
 @dataclass
 class PositionColumns:
     """The fields of `PositionRecord` for c rows [c], in its order; then the lists: top ids int64,

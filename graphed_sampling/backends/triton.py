@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphed_sampling.backends.position_records import Positions
+from graphed_sampling.backends.position_records import Forward, Positions, Upstream
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "triton"
@@ -483,6 +483,41 @@ def score_rows(
                 _Scoring(rank, entropy),
             ):  # fmt: skip
                 launch()
+
+
+def gradient_rows(
+    result: Tensor,
+    logits: Tensor,
+    positions: Positions,
+    upstream: Upstream,
+    forward: Forward,
+    scale: Tensor | None,
+    vocab_size: int,
+) -> None:
+    """Gradients of positions in order, of rows without filters: see `backends`."""
+    count = positions.rows.shape[0]
+    if count == 0:
+        return
+    gradients = upstream.gradients.masked_fill(~upstream.counts(), 0.0)
+    strides = [t.stride(0) if count > 1 else t.shape[1] for t in (logits, result)]
+    unit = min(_unit(logits, strides[0], vocab_size), _unit(result, strides[1], vocab_size))
+    ids, entropies = upstream.ids.contiguous(), forward.entropies.contiguous()
+    of_entropies = entropies if upstream.of_entropies is None else upstream.of_entropies
+    keywords: dict[str, Any] = {
+        "ENTROPY": upstream.of_entropies is not None,
+        "SCALED": scale is not None,
+        "UNIT": unit,
+    }
+    if logits.device.type == "cuda":
+        keywords |= {"num_warps": 4}
+    with interpreter_lock():
+        _kernels().differentiate[(count, -(-vocab_size // TILE))](
+            logits, strides[0] // unit, result, strides[1] // unit, positions.rows.contiguous(),
+            ids, gradients.contiguous(), ids.shape[1], -gradients.sum(1),
+            forward.normalisers.contiguous(), entropies, of_entropies.contiguous(),
+            entropies if scale is None else scale.reshape(-1).contiguous(), vocab_size // unit,
+            **keywords,
+        )  # fmt: skip
 
 
 def warm_up(
