@@ -7,6 +7,7 @@
     torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
     torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
     torch.ops.graphed_sampling.linear_logprobs   the same from hidden states and the head's weight
+    torch.ops.graphed_sampling.cuda_score_rows   raw logprobs by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
 
@@ -91,6 +92,10 @@ _LIBRARY.define(
 _LIBRARY.define(
     f"linear_logprobs_backward(Tensor hidden, Tensor weight, {_FORWARD}, int chunk_rows, "
     "bool of_hidden, bool of_weight) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "cuda_score_rows(Tensor logits, Tensor rows, Tensor token_ids, Tensor given_ids, "
+    "Tensor(a!) output, Tensor(b!) scratch, int[] layout, bool rank, bool entropy) -> ()"
 )
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
@@ -934,6 +939,7 @@ torch.library.register_fake(
 torch.library.register_fake(
     "graphed_sampling::linear_logprobs_backward", _linear_logprobs_backward_fake, lib=_LIBRARY
 )
+torch.library.register_fake("graphed_sampling::cuda_score_rows", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
 torch.library.register_autograd(

@@ -1,8 +1,8 @@
 """Logprobs of given tokens at many positions: what the ops of that name do.
 
-Raw rows go to the backend's `score_rows`, or where it has none through its own sampling step, as
-processed rows do on every backend: a row's logprob then has the bits of the step's by construction.
-Rows are taken in chunks, so that the memory beyond the logits does not grow with their number.
+Raw rows go to the backend's `score_rows`, processed ones through its own sampling step: a row's
+logprob then has the bits of the step's by construction. Rows are taken in chunks, so that the
+memory beyond the logits does not grow with their number.
 Nothing here waits for the device, so that all of it can be captured in a CUDA graph.
 """
 
@@ -105,8 +105,8 @@ def score_by_step(
     rank: bool,
     entropy: bool,
 ) -> None:
-    """The records of processed rows, without filters those of all rows, raw: by the backend's own
-    sampling step. Other rows' records stay as they are."""
+    """The records of processed rows, by the backend's own sampling step. Other rows' records stay
+    as they are."""
     count, vocab_size = positions.rows.shape[0], layout.vocab_size
     step_layout = TableLayout(
         vocab_size, 1, max(layout.max_logprobs, 1), 0, 0, 0, 0, 1 + layout.max_logprob_ids, 0
@@ -154,20 +154,12 @@ class _Step:
     ) -> PositionColumns:
         layout, rows, device = self.layout, logits.shape[0], logits.device
         ids = torch.cat([chunk.token_ids.unsqueeze(1), chunk.given_ids], 1)
-        kind = ParamFlags.LOGPROBS
-        if chunk.filters is None:
-            # Greedy rows are the cheapest to draw from, and the draw does not count.
-            one = torch.ones(rows, dtype=torch.float32, device=device)
-            filters = Filters(one * 0, one.int() * 0, one, one * 0)
-            kind |= ParamFlags.RAW
-        else:
-            filters = chunk.filters
-            kind |= ParamFlags.PROCESSED | ParamFlags.FILTERED
-        flags = torch.full((rows,), int(kind), dtype=torch.int32, device=device)
-        if chunk.filters is not None:
-            # num_kept is told where a filter is on.
-            on = (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
-            flags = torch.where(on, flags, flags - int(ParamFlags.FILTERED))
+        filters = chunk.filters
+        assert filters is not None
+        # num_kept is told where a filter is on.
+        on = (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
+        flags = on * int(ParamFlags.FILTERED)
+        flags = flags.to(torch.int32) + int(ParamFlags.LOGPROBS | ParamFlags.PROCESSED)
         write_params(self.params, filters, flags)
         self.params[:rows, Param.TOP_LOGPROBS] = layout.max_logprobs
         self.params[:rows, Param.NUM_GIVEN] = ids.shape[1]
@@ -189,7 +181,7 @@ class _Step:
         rank: bool,
         entropy: bool,
     ) -> PositionColumns:
-        layout, raw = self.layout, chunk.filters is None
+        layout = self.layout
         record = self.output[: logits.shape[0]]
         real = record.view(torch.float32)
         given = real[:, layout.given_logprobs : layout.given_logprobs + ids.shape[1]]
@@ -206,18 +198,17 @@ class _Step:
         largest = largest.masked_fill((best[:, 0] < 0) | empty, -math.inf)
         ranks = torch.zeros_like(num_kept)
         if rank:
-            ranks = self._ranks(logits, chunk.token_ids, infinite, empty, raw)
+            ranks = self._ranks(logits, chunk.token_ids, infinite, empty)
         entropies = torch.full_like(largest, math.nan)
         if entropy:
-            entropies = self._entropies(logits, filters, largest, num_kept, raw)
-            if not raw:
-                entropies = entropies.masked_fill(empty, 0.0)
+            entropies = self._entropies(logits, filters, largest, num_kept)
+            entropies = entropies.masked_fill(empty, 0.0)
         return PositionColumns(
             largest=largest,
             log_normaliser=(-top[:, 0]).masked_fill(empty, 0.0),
             logprob=given[:, 0],
             rank=ranks,
-            num_kept=torch.zeros_like(num_kept) if raw else num_kept,
+            num_kept=num_kept,
             entropy=entropies,
             flags=flags,
             top_ids=top_ids,
@@ -225,24 +216,20 @@ class _Step:
             given_logprobs=given[:, 1:],
         )
 
-    def _ranks(
-        self, logits: Tensor, token_ids: Tensor, infinite: Tensor, empty: Tensor, raw: bool
-    ) -> Tensor:
-        """1 + how many are larger than each row's token: NaN never is, and counts as -inf."""
+    def _ranks(self, logits: Tensor, token_ids: Tensor, infinite: Tensor, empty: Tensor) -> Tensor:
+        """1 + how many y are larger than each row's token: NaN never is, and counts as -inf."""
         values = logits[:, : self.layout.vocab_size]
         value = values.gather(1, token_ids.clamp(min=0).unsqueeze(1))
         value = value.masked_fill(value.isnan(), -math.inf)
-        if not raw:
-            # Of processed rows with +inf all others are equals, -inf.
-            finite = torch.finfo(value.dtype).max
-            value = torch.where(infinite.unsqueeze(1), value.clamp(min=finite), value)
+        # Of rows with +inf all others are equals, -inf.
+        finite = torch.finfo(value.dtype).max
+        value = torch.where(infinite.unsqueeze(1), value.clamp(min=finite), value)
         ranks = (values > value).sum(1).add_(1)
-        if not raw:
-            ranks = torch.where(empty, 1 + (token_ids != 0).long(), ranks)
+        ranks = torch.where(empty, 1 + (token_ids != 0).long(), ranks)
         return ranks.masked_fill_(token_ids < 0, 0)
 
     def _entropies(
-        self, logits: Tensor, filters: Filters, largest: Tensor, num_kept: Tensor, raw: bool
+        self, logits: Tensor, filters: Filters, largest: Tensor, num_kept: Tensor
     ) -> Tensor:
         torch_backend = backends.module("torch")
         scale = filters.scale()
@@ -251,13 +238,11 @@ class _Step:
         for start in range(0, logits.shape[0], step):
             part = slice(start, start + step)
             values, _ = torch_backend.sanitised(logits[part], self.layout.vocab_size)
-            kept = None
-            if not raw:
-                number = num_kept[part].long()
-                number = number.masked_fill(number == 0, self.layout.vocab_size)
-                infinite = (largest[part] == math.inf).unsqueeze(1)
-                values = values.masked_fill(infinite & (values < math.inf), -math.inf)
-                kept = torch_backend.leading(values, number)
+            number = num_kept[part].long()
+            number = number.masked_fill(number == 0, self.layout.vocab_size)
+            infinite = (largest[part] == math.inf).unsqueeze(1)
+            values = values.masked_fill(infinite & (values < math.inf), -math.inf)
+            kept = torch_backend.leading(values, number)
             parts.append(torch_backend.mode_entropies(values, largest[part], scale[part], kept))
         return torch.cat(parts)
 

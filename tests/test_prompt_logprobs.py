@@ -294,6 +294,24 @@ def test_the_bits_are_those_of_the_step(pair: BackendDevice) -> None:
     assert torch.equal(got.num_kept[kept], step.num_kept[kept])
 
 
+def test_a_vocabulary_too_large_for_shared_memory(pair: BackendDevice) -> None:
+    """And of more than 8 groups a super: the sums are made elsewhere, but the same."""
+    vocab, rng = 300_007, np.random.default_rng(14)
+    row = np.append(random_row(rng, vocab - 1, "zipf"), np.float32(1.0))
+    logits = torch.from_numpy(row)[None].to(pair.device)
+    table = RequestTable(1, vocab, device=pair.device, max_logprobs=3, penalties=False)
+    table.admit(SamplingParams(temperature=0.0, logprobs=3, rank=True))
+    step = Sampler(table, pair.backend)(logits, torch.zeros(1, dtype=torch.int32))
+    got = prompt_logprobs(
+        logits, step.token_ids.clone(), top_n=3, rank=True, entropy=True, backend=pair.backend
+    )
+    assert same(got.logprobs, step.logprobs) and torch.equal(got.ranks, step.ranks)
+    assert torch.equal(got.top_token_ids, step.top_token_ids)
+    assert same(got.top_logprobs, step.top_logprobs)
+    expected = score_row(row, 0, SamplingParams())
+    assert float(got.entropies[0]) == pytest.approx(expected.entropy, abs=2e-6, rel=2e-6)
+
+
 def test_a_row_has_its_bits_in_any_company(pair: BackendDevice) -> None:
     rng = np.random.default_rng(12)
     count = pair.rows(40, 5)

@@ -101,6 +101,17 @@ __device__ inline double log_of_parts(const Shared& shared) {
   return static_cast<double>(lg2_approx(sum)) * kLn2;
 }
 
+// ln of the sum of a row's raw weights, relative to the largest, which need not be finite.
+__device__ inline double raw_log(Shared& shared, Block& block, const float* maxima,
+                                 const float* sums, float largest) {
+  if (fabsf(largest) < kInf) {
+    leave_parts(shared, block, Owned(shared.task.groups, block.thread()), maxima, sums, largest);
+    __syncthreads();
+    return log_of_parts(shared);
+  }
+  return log_mass(mass_of_groups(shared, block, maxima, sums, largest, kLog2E));
+}
+
 // What a row's statistics say of all of it. mass: -1 where the largest is not finite, or nobody
 // asks.
 struct Totals {
@@ -119,7 +130,7 @@ __device__ inline Totals total_statistics(Shared& shared, Block& block) {
 }
 
 // The mean of z over all tokens.
-__device__ __noinline__ double mean_of_groups(Shared& shared, Block& block) {
+__device__ inline __noinline__ double mean_of_groups(Shared& shared, Block& block) {
   Task& task = shared.task;
   int64_t moment = 0;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
@@ -248,8 +259,8 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const float* 
 // z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
 //
 // What a group holds below z is at most what it holds beside its maximum, and at most 63 * 2**z.
-__device__ __noinline__ float mass_bound(Shared& shared, Block& block, const float* maxima,
-                                         float share, float mean) {
+__device__ inline __noinline__ float mass_bound(Shared& shared, Block& block, const float* maxima,
+                                                float share, float mean) {
   Task& task = shared.task;
   const float scale = task.row.scale;
   const double unit = 1073741824.0 * kOne / static_cast<double>(task.total);

@@ -8,7 +8,7 @@ namespace graphed_sampling {
 
 // Lists the ids that stop ids below min_tokens and bad words ban now, and lets the row know of
 // them and of its biases.
-__device__ __noinline__ void use_lists(Block& block) {
+__device__ inline __noinline__ void use_lists(Block& block) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   const TableLayout& layout = shared.arguments.layout;

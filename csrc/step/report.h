@@ -228,16 +228,9 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
       normaliser.log = shared.raw_log;
     } else {
       const bool apart = task.wishes.split || task.wishes.both;
-      const float* sums = apart ? task.at.raw_sums : task.at.sums;
       normaliser.largest = largest_of(shared, block, values);
-      if (fabsf(normaliser.largest) < kInf) {
-        leave_parts(shared, block, Owned(task.groups, thread), values, sums, normaliser.largest);
-        __syncthreads();
-        normaliser.log = log_of_parts(shared);
-      } else {
-        normaliser.log =
-            log_mass(mass_of_groups(shared, block, values, sums, normaliser.largest, kLog2E));
-      }
+      normaliser.log = raw_log(shared, block, values, apart ? task.at.raw_sums : task.at.sums,
+                               normaliser.largest);
     }
   }
 

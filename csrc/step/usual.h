@@ -158,7 +158,7 @@ __device__ __noinline__ Selection draw_from_short_list(int count, bool ranked, i
 }
 
 // The word of a row's draw.
-__device__ __noinline__ uint64_t draw_word() {
+__device__ inline __noinline__ uint64_t draw_word() {
   const Shared& shared = the_shared();
   const Task& task = shared.task;
   const StepArguments& a = shared.arguments;
