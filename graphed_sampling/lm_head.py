@@ -6,6 +6,7 @@ product more than a pass that had kept them all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -109,7 +110,25 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
     """total += gradient.T @ states, in fp32 whatever the operands' dtype."""
     if gradient.dtype == torch.float32:
         total.addmm_(gradient.t(), states)
-    elif gradient.is_cuda:
+    elif not gradient.is_cuda:
+        total.addmm_(gradient.float().t(), states.float())
+    elif _adds_to_fp32(gradient.device, gradient.dtype):
         torch.addmm(total, gradient.t(), states, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(gradient.float().t(), states.float())
+        # Through a product of its own, of a part of the vocabulary at a time.
+        step = max(CHUNK_BYTES // (4 * states.shape[1]), 1)
+        for first in range(0, total.shape[0], step):
+            part = gradient[:, first : first + step].t()
+            total[first : first + step] += torch.mm(part, states, out_dtype=torch.float32)
+
+
+@functools.cache
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch's addmm adds a product of 16-bit matrices to an fp32 one."""
+    total = torch.zeros(8, 8, dtype=torch.float32, device=device)
+    operand = torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
