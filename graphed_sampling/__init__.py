@@ -1,5 +1,6 @@
 """graphed_sampling: LLM sampling as one captured pipeline over per-request device records."""
 
+import graphed_sampling.ops  # noqa: F401  # defines the torch ops, which no module names otherwise
 from graphed_sampling._build_info import build_info
 from graphed_sampling.backends import canonical_order
 from graphed_sampling.graph import CaptureReport, GraphedSampler

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from graphed_sampling import ops, positions
+from graphed_sampling import checks, positions
 from graphed_sampling.packing import active_features
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 
@@ -104,6 +104,8 @@ def prompt_logprobs(
     ValueError for shapes, dtypes and devices that are not accepted; UnsupportedFeatureError, which
     is one, naming the field, where a processed position's params need a history or another filter.
     """
+    _check_tensors(logits=logits, next_token_ids=next_token_ids)
+    _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
     filters: dict[str, Tensor] = {}
     if params is not None:
         size = logits.shape[-1] if vocab_size == -1 else vocab_size
@@ -141,6 +143,8 @@ def linear_logprobs(
     Gradients with respect to hidden and weight, for which the logits are worked out once more; the
     weight's is added up in fp32. Other arguments, results and errors: as of `prompt_logprobs`.
     """
+    _check_tensors(hidden=hidden, weight=weight, next_token_ids=next_token_ids)
+    _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
     filters: dict[str, Tensor] = {}
     if params is not None:
         size = weight.shape[0] if vocab_size == -1 else vocab_size
@@ -152,6 +156,12 @@ def linear_logprobs(
             **filters,
         )
     )  # fmt: skip
+
+
+def _check_tensors(**named: object) -> None:
+    for name, value in named.items():
+        if value is not None:
+            checks.check_tensor(name, value)
 
 
 def _filter_tensors(
@@ -209,7 +219,7 @@ def next_token_ids(token_ids: Tensor, cu_lengths: Tensor, following: Tensor) -> 
 
     All on one device; nothing waits for it. ValueError for shapes and dtypes not accepted.
     """
-    ops.check_vector("token_ids", token_ids, token_ids.numel(), torch.int64)
+    checks.check_vector("token_ids", token_ids, token_ids.numel(), torch.int64)
     device, count = token_ids.device, token_ids.shape[0]
     if not (
         cu_lengths.dim() == 1
@@ -221,7 +231,7 @@ def next_token_ids(token_ids: Tensor, cu_lengths: Tensor, following: Tensor) -> 
             f"cu_lengths is {cu_lengths.dtype} {list(cu_lengths.shape)} on {cu_lengths.device}: it "
             f"must be torch.int32 or torch.int64 [number of prompts + 1] on {device}"
         )
-    ops.check_vector("following", following, cu_lengths.shape[0] - 1, torch.int64, device)
+    checks.check_vector("following", following, cu_lengths.shape[0] - 1, torch.int64, device)
     starts, ends = cu_lengths[:-1].long(), cu_lengths[1:].long()
     if device.type == "cpu" and cu_lengths.numel():
         rising = bool((starts <= ends).all()) and int(cu_lengths[0]) >= 0

@@ -17,7 +17,6 @@ Native implementations, where they were built, replace the Python ones of their 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -28,8 +27,15 @@ from graphed_sampling import backends, lm_head, philox, positions
 from graphed_sampling._build_info import load_native
 from graphed_sampling.backends import flashinfer
 from graphed_sampling.backends.position_records import Forward, Positions, Upstream
+from graphed_sampling.checks import (
+    check_bitmask,
+    check_device,
+    check_linear,
+    check_logits,
+    check_vector,
+    check_vocab_size,
+)
 from graphed_sampling.layout import (
-    MAX_VOCAB_SIZE,
     Output,
     Param,
     ParamFlags,
@@ -38,10 +44,7 @@ from graphed_sampling.layout import (
 )
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
 from graphed_sampling.stateless import Filters, neutral_params, write_params
-
-MAX_TOP_N: Final = 1024
-"""Of the best tokens at a position."""
-LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from graphed_sampling.wishes import Wishes, accepted_ids, in_order_of, row_of_each
 
 _LIBRARY = torch.library.Library("graphed_sampling", "DEF")
 _LIBRARY.define(
@@ -104,68 +107,6 @@ _LIBRARY.define(
 )
 
 
-def _last_dimension_is_contiguous(matrix: Tensor) -> bool:
-    # Strides of dimensions with at most one element mean nothing.
-    return matrix.stride(1) == 1 or matrix.shape[1] == 1 or matrix.shape[0] == 0
-
-
-def check_logits(logits: Tensor, vocab_size: int) -> None:
-    """ValueError unless logits are [n, >= vocab_size], of a known dtype, last stride 1."""
-    _check_tensor("logits", logits)
-    if not (logits.dim() == 2 and logits.shape[1] >= vocab_size):
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)}: they must be [n, >= {vocab_size}]"
-        )
-    if logits.dtype not in LOGITS_DTYPES:
-        raise ValueError(
-            f"logits have dtype {logits.dtype}: it must be one of "
-            f"{', '.join(str(d) for d in LOGITS_DTYPES)}"
-        )
-    if not _last_dimension_is_contiguous(logits):
-        raise ValueError(
-            f"logits have strides {logits.stride()}: the last dimension must be contiguous"
-        )
-
-
-def check_vector(
-    name: str, tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device | None = None
-) -> None:
-    """ValueError unless tensor is [rows] of the dtype, on the device where one is named."""
-    _check_tensor(name, tensor)
-    if not (tensor.shape == (rows,) and tensor.dtype == dtype):
-        raise ValueError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} [{rows}]"
-        )
-    if device is not None:
-        _check_device(name, tensor, device)
-
-
-def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
-    """ValueError unless bitmask is int32 [rows, >= bitmap_words], last stride 1."""
-    _check_tensor("grammar_bitmask", bitmask)
-    if not (
-        bitmask.dim() == 2
-        and bitmask.shape[0] == rows
-        and bitmask.shape[1] >= bitmap_words
-        and bitmask.dtype == torch.int32
-        and _last_dimension_is_contiguous(bitmask)
-    ):
-        raise ValueError(
-            f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
-            f"[{rows}, >= {bitmap_words}] with a contiguous last dimension"
-        )
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} is {type(value).__name__}: it must be a torch.Tensor")
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}: it must be on {device}")
-
-
 def _sample_step(
     logits: Tensor,
     slots: Tensor,
@@ -195,7 +136,7 @@ def _sample_step(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
                 f"{list(shape)}"
             )
-        _check_device(name, tensor, device)
+        check_device(name, tensor, device)
     if not (
         output.dim() == 2
         and output.shape[0] >= rows
@@ -207,10 +148,10 @@ def _sample_step(
             f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
             f"[>= {rows}, {sizes.output_words}]"
         )
-    _check_device("output", output, device)
+    check_device("output", output, device)
     if grammar_bitmask is not None:
         check_bitmask(grammar_bitmask, rows, sizes.bitmap_words)
-        _check_device("grammar_bitmask", grammar_bitmask, device)
+        check_device("grammar_bitmask", grammar_bitmask, device)
     if words is not None:
         check_vector("words", words, rows, torch.int64, device)
     if given is not None:
@@ -228,7 +169,7 @@ def _sample_step(
             f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be contiguous torch.int32 "
             f"[>= {needed}], aligned to 16 bytes"
         )
-    _check_device("scratch", scratch, device)
+    check_device("scratch", scratch, device)
     if rows == 0:
         return
     with torch.no_grad():
@@ -259,7 +200,7 @@ def _check_sample(
     name_of_position: str = "position",
 ) -> int:
     """Check the arguments of `sample`; returns the vocabulary size."""
-    size = _check_vocab_size(logits, vocab_size)
+    size = check_vocab_size(logits, vocab_size)
     rows, device = logits.shape[0], logits.device
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
@@ -383,196 +324,10 @@ def _stateless(
         return token_ids, output.view(torch.float32)[:, Output.LOGPROB].clone()
 
 
-@dataclass(frozen=True)
-class _Wishes:
-    """The arguments that the ops of prompt logprobs share, checked."""
-
-    positions: Positions
-    layout: TableLayout
-    module: Any
-    rank: bool
-    entropy: bool
-
-    @classmethod
-    def check(
-        cls,
-        logits: Tensor,
-        next_token_ids: Tensor,
-        rows: Tensor | None = None,
-        num_rows: Tensor | None = None,
-        given_ids: Tensor | None = None,
-        temperature: Tensor | None = None,
-        top_k: Tensor | None = None,
-        top_p: Tensor | None = None,
-        min_p: Tensor | None = None,
-        processed: Tensor | None = None,
-        top_n: int = 0,
-        rank: bool = False,
-        entropy: bool = False,
-        vocab_size: int = -1,
-        backend: str = "auto",
-    ) -> _Wishes:
-        size = _check_vocab_size(logits, vocab_size)
-        return cls.check_rows(
-            logits, size, backend, next_token_ids, rows, num_rows, given_ids, temperature, top_k,
-            top_p, min_p, processed, top_n, rank, entropy,
-        )  # fmt: skip
-
-    @classmethod
-    def check_rows(
-        cls,
-        matrix: Tensor,
-        size: int,
-        backend: str,
-        next_token_ids: Tensor,
-        rows: Tensor | None,
-        num_rows: Tensor | None,
-        given_ids: Tensor | None,
-        temperature: Tensor | None,
-        top_k: Tensor | None,
-        top_p: Tensor | None,
-        min_p: Tensor | None,
-        processed: Tensor | None,
-        top_n: int,
-        rank: bool,
-        entropy: bool,
-    ) -> _Wishes:
-        """matrix: the logits, or hidden states that logits come from; size: of the vocabulary."""
-        device, count = matrix.device, _count_positions(matrix, rows)
-        check_vector("next_token_ids", next_token_ids, count, torch.int64, device)
-        _check_num_rows(rows, num_rows, device)
-        if given_ids is None:
-            given_ids = next_token_ids.new_empty(count, 0)
-        elif not (
-            given_ids.dim() == 2 and given_ids.shape[0] == count and given_ids.dtype == torch.int64
-        ):
-            raise ValueError(
-                f"given_ids is {given_ids.dtype} {list(given_ids.shape)}: it must be torch.int64 "
-                f"[{count}, number of ids]"
-            )
-        _check_device("given_ids", given_ids, device)
-        if not 0 <= top_n <= MAX_TOP_N:
-            raise ValueError(f"top_n = {top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
-        if processed is not None:
-            check_vector("processed", processed, count, torch.bool, device)
-        named: dict[str, tuple[Tensor | None, float, torch.dtype]] = {
-            "temperature": (temperature, 1.0, torch.float32),
-            "top_k": (top_k, 0, torch.int32),
-            "top_p": (top_p, 1.0, torch.float32),
-            "min_p": (min_p, 0.0, torch.float32),
-        }
-        filters = None
-        if processed is not None or any(value is not None for value, _, _ in named.values()):
-            columns = {}
-            for name, (value, off, dtype) in named.items():
-                if value is None:
-                    value = torch.full((count,), off, dtype=dtype, device=device)
-                check_vector(name, value, count, dtype, device)
-                columns[name] = value
-            filters = Filters(**columns).clamped(size)
-        module = positions.scoring_module(backend, device)
-        _check_ids_on_cpu("next_token_ids", next_token_ids, size)
-        _check_ids_on_cpu("given_ids", given_ids, size)
-        _check_ids_on_cpu("rows", rows, matrix.shape[0])
-        return cls(
-            Positions(
-                rows=_row_of_each(matrix, rows, num_rows),
-                in_order=_in_order(rows),
-                token_ids=_accepted_ids(next_token_ids, size),
-                given_ids=_accepted_ids(given_ids, size),
-                filters=filters,
-                processed=processed,
-            ),
-            positions.position_layout(size, top_n, given_ids.shape[1]),
-            module,
-            rank,
-            entropy,
-        )
-
-
-def _check_vocab_size(logits: Tensor, vocab_size: int) -> int:
-    """Check the logits; returns the vocabulary size, -1 being all of their columns."""
-    if logits.dim() != 2:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
-    size = _size_within(logits.shape[1], vocab_size, "columns of the logits")
-    check_logits(logits, size)
-    return size
-
-
-def _size_within(width: int, vocab_size: int, of: str) -> int:
-    size = width if vocab_size == -1 else vocab_size
-    if not (1 <= size <= min(width, MAX_VOCAB_SIZE)):
-        raise ValueError(
-            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all {of}) "
-            f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
-        )
-    return size
-
-
-def _count_positions(logits: Tensor, rows: Tensor | None) -> int:
-    """How many positions there are; checks rows: a mask of the logits, or a list of their rows."""
-    if rows is None:
-        return logits.shape[0]
-    if rows.dtype == torch.bool:
-        check_vector("rows", rows, logits.shape[0], torch.bool, logits.device)
-    elif not (rows.dim() == 1 and rows.dtype == torch.int64):
-        raise ValueError(
-            f"rows is {rows.dtype} {list(rows.shape)}: it must be a mask, torch.bool "
-            f"[{logits.shape[0]}], or a list of rows, torch.int64 [m]"
-        )
-    _check_device("rows", rows, logits.device)
-    return rows.shape[0]
-
-
-def _check_num_rows(rows: Tensor | None, num_rows: Tensor | None, device: torch.device) -> None:
-    if num_rows is None:
-        return
-    if rows is None or rows.dtype == torch.bool:
-        raise ValueError("num_rows is the length of a list of rows: rows must be torch.int64 [m]")
-    check_vector("num_rows", num_rows, 1, torch.int32, device)
-
-
-def _in_order(rows: Tensor | None) -> bool:
-    return rows is None or rows.dtype == torch.bool
-
-
-def _row_of_each(logits: Tensor, rows: Tensor | None, num_rows: Tensor | None) -> Tensor:
-    """int64 [m]: the row of each position, -1 for none."""
-    count = _count_positions(logits, rows)
-    place = torch.arange(count, device=logits.device)
-    if rows is None:
-        return place
-    if rows.dtype == torch.bool:
-        return place.masked_fill(~rows, -1)
-    outside = (rows < 0) | (rows >= logits.shape[0])
-    if num_rows is not None:
-        outside |= place >= num_rows
-    return rows.masked_fill(outside, -1)
-
-
-def _accepted_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """ids, -1 where there is none: negative, or on the device outside the vocabulary."""
-    return ids.masked_fill((ids < 0) | (ids >= vocab_size), -1)
-
-
-def _check_ids_on_cpu(name: str, ids: Tensor | None, end: int) -> None:
-    """ValueError for CPU tensors that hold what is neither -1 nor in [0, end)."""
-    if ids is None or ids.dtype == torch.bool or ids.device.type != "cpu" or not ids.numel():
-        return
-    if type(ids) is not Tensor:  # a fake has no values
-        return
-    low, high = (int(v) for v in ids.aminmax())
-    if low < -1 or high >= end:
-        wrong = low if low < -1 else high
-        raise ValueError(
-            f"{name} holds {wrong}, which is not accepted: -1 for none, or in [0, {end})"
-        )
-
-
 def _prompt_logprobs_out(
     logits: Tensor, next_token_ids: Tensor, output: Tensor, *wishes: Any, **named: Any
 ) -> None:
-    checked = _Wishes.check(logits, next_token_ids, *wishes, **named)
+    checked = Wishes.check(logits, next_token_ids, *wishes, **named)
     count, words = next_token_ids.shape[0], checked.layout.output_words
     if not (
         output.dim() == 2
@@ -585,7 +340,7 @@ def _prompt_logprobs_out(
             f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
             f"[>= {count}, {words}]"
         )
-    _check_device("output", output, logits.device)
+    check_device("output", output, logits.device)
     with torch.no_grad():
         positions.score_positions(
             logits, checked.positions, output[:count], checked.layout, checked.module,
@@ -596,7 +351,7 @@ def _prompt_logprobs_out(
 def _prompt_logprobs(
     logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    checked = _Wishes.check(logits, next_token_ids, *wishes, **named)
+    checked = Wishes.check(logits, next_token_ids, *wishes, **named)
     layout = checked.layout
     output = torch.empty(
         next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=logits.device
@@ -609,31 +364,12 @@ def _prompt_logprobs(
     return tuple(part.clone() for part in positions.split_record(output, layout))
 
 
-def _check_linear(hidden: Tensor, weight: Tensor, vocab_size: int, chunk_rows: int) -> int:
-    """Check what `linear_logprobs` makes logits from; returns the vocabulary size."""
-    for name, matrix in (("hidden", hidden), ("weight", weight)):
-        if matrix.dim() != 2 or matrix.dtype not in LOGITS_DTYPES:
-            raise ValueError(
-                f"{name} is {matrix.dtype} {list(matrix.shape)}: it must have two dimensions and "
-                f"one of the dtypes {', '.join(str(d) for d in LOGITS_DTYPES)}"
-            )
-    if weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"weight is {weight.dtype} {list(weight.shape)}: it must be {hidden.dtype} "
-            f"[>= vocab_size, {hidden.shape[1]}]"
-        )
-    _check_device("weight", weight, hidden.device)
-    if chunk_rows < 0:
-        raise ValueError(f"chunk_rows = {chunk_rows} is not accepted: it must be >= 0, 0 for any")
-    return _size_within(weight.shape[0], vocab_size, "rows of the weight")
-
-
 def _linear_logprobs(
     hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
-    size = _check_linear(hidden, weight, vocab_size, chunk_rows)
-    checked = _Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes)
+    size = check_linear(hidden, weight, vocab_size, chunk_rows)
+    checked = Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes)
     layout = checked.layout
     output = torch.empty(
         next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=hidden.device
@@ -673,7 +409,7 @@ def _empty_results(like: Tensor, layout: TableLayout, count: int) -> tuple[Tenso
 def _prompt_logprobs_fake(
     logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    layout = _Wishes.check(logits, next_token_ids, *wishes, **named).layout
+    layout = Wishes.check(logits, next_token_ids, *wishes, **named).layout
     return _empty_results(logits, layout, next_token_ids.shape[0])
 
 
@@ -681,8 +417,8 @@ def _linear_logprobs_fake(
     hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
-    size = _check_linear(hidden, weight, vocab_size, chunk_rows)
-    layout = _Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes).layout
+    size = check_linear(hidden, weight, vocab_size, chunk_rows)
+    layout = Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes).layout
     return _empty_results(hidden, layout, next_token_ids.shape[0])
 
 
@@ -787,14 +523,14 @@ def _of_backward(
         filters = Filters(temperature, off.int(), off + 1.0, off).clamped(vocab_size)
     return (
         Positions(
-            rows=_row_of_each(matrix, rows, num_rows),
-            in_order=_in_order(rows),
+            rows=row_of_each(matrix, rows, num_rows),
+            in_order=in_order_of(rows),
             token_ids=ids[:, 0],
             given_ids=ids[:, 1:],
             filters=filters,
             processed=processed,
         ),
-        Upstream(_accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients),
+        Upstream(accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients),
         Forward(normalisers, entropies, num_kept),
     )
 

@@ -364,6 +364,19 @@ def test_a_list_of_rows_may_repeat_and_skip(pair: BackendDevice) -> None:
             assert_same(one, alone)
 
 
+def test_slack_may_hold_anything() -> None:
+    """On the CPU too, where ids are checked."""
+    logits = torch.randn(3, V)
+    tokens, given = torch.tensor([1, 999, -7]), torch.tensor([[1], [-9], [999]])
+    mask = torch.tensor([True, False, False])
+    listed = {"rows": torch.tensor([0, 77, -5]), "num_rows": torch.tensor([1], dtype=torch.int32)}
+    expected = prompt_logprobs(logits[:1], tokens[:1], given_ids=given[:1])
+    for selection in ({"rows": mask}, listed):
+        got = prompt_logprobs(logits, tokens, given_ids=given, **selection)
+        assert_same(PromptLogprobs(*(t[:1] for t in got)), expected)
+        assert_nothing(PromptLogprobs(*(t[1:] for t in got)))
+
+
 def assert_nothing(got: PromptLogprobs) -> None:
     assert got.logprobs.isnan().all() and got.given_logprobs.isnan().all()
     assert got.top_logprobs.isnan().all() and (got.top_token_ids == -1).all()
@@ -687,6 +700,19 @@ def test_the_ops_name_the_wrong_argument(match: str, change: Change) -> None:
     with pytest.raises(ValueError, match=match):
         OPS.prompt_logprobs_out(output=record, **arguments)
     assert not record.any()
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    logits, tokens = torch.zeros(2, V), torch.zeros(2).long()
+    for name, change in (
+        ("logits", {"logits": logits.tolist()}),
+        ("next_token_ids", {"next_token_ids": [1, 2]}),
+        ("rows", {"rows": [True, False]}),
+        ("given_ids", {"given_ids": [[1], [2]]}),
+    ):
+        arguments: dict[str, Any] = {"logits": logits, "next_token_ids": tokens, **change}
+        with pytest.raises(ValueError, match=f"{name} is list"):
+            prompt_logprobs(**arguments)
 
 
 def test_the_out_op_names_a_wrong_record() -> None:
