@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import runpy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -442,6 +444,26 @@ def test_the_out_op_writes_the_same(pair: BackendDevice) -> None:
     )  # fmt: skip
     assert_same(PromptLogprobs.of(record[:5], 3, 2), expected)
     assert not record[5:].any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_the_example_scores_the_rows_that_ask(device: str) -> None:
+    path = Path(__file__).parent.parent / "examples" / "prompt_logprobs.py"
+    if not path.is_file():
+        pytest.skip("the examples are not here")
+    example: dict[str, Any] = runpy.run_path(str(path))
+    backend = backends.resolve("auto", torch.device(device))
+    logits = torch.zeros(example["MOST_ROWS"], example["VOCAB_SIZE"], device=device)
+    scorer = example["PromptScorer"](logits, backend)
+    for rows in ([4, 0, 63], [1], []):
+        logits.normal_()
+        positions = torch.tensor(rows, dtype=torch.int64, device=device)
+        tokens = positions + 7
+        scorer.score(positions, tokens)
+        expected = prompt_logprobs(
+            logits, tokens, rows=positions, top_n=example["TOP_N"], rank=True, backend=backend
+        )
+        assert_same(scorer.results(len(rows)), PromptLogprobs(*(t.cpu() for t in expected)))
 
 
 # Packed prompts.
