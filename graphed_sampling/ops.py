@@ -341,7 +341,7 @@ def _prompt_logprobs_out(
             f"[>= {count}, {words}]"
         )
     check_device("output", output, logits.device)
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(logits):
         positions.score_positions(
             logits, checked.positions, output[:count], checked.layout, checked.module,
             rank=checked.rank, entropy=checked.entropy,
@@ -356,7 +356,7 @@ def _prompt_logprobs(
     output = torch.empty(
         next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=logits.device
     )
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(logits):
         positions.score_positions(
             logits, checked.positions, output, layout, checked.module,
             rank=checked.rank, entropy=checked.entropy,
@@ -374,7 +374,7 @@ def _linear_logprobs(
     output = torch.empty(
         next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=hidden.device
     )
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(hidden):
         lm_head.score_hidden(
             hidden, weight, checked.positions, output, layout, checked.module, chunk_rows,
             rank=checked.rank, entropy=checked.entropy,
@@ -537,7 +537,7 @@ def _of_backward(
 
 def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
     *saved, vocab_size, backend = arguments
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(logits):
         asked = _of_backward(logits, vocab_size, *saved)
         module = positions.scoring_module(backend, logits.device)
         return positions.logit_gradients(logits, *asked, vocab_size, module)
@@ -547,7 +547,7 @@ def _linear_logprobs_backward(
     hidden: Tensor, weight: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     *saved, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(hidden):
         asked = _of_backward(hidden, vocab_size, *saved)
         module = positions.scoring_module(backend, hidden.device)
         return lm_head.hidden_gradients(
