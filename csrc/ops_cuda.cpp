@@ -7,6 +7,7 @@
 #include "sample_step_arguments.h"
 #include "scatter_checks.h"
 #include "scatter_segments.h"
+#include "score_rows_arguments.h"
 #include "torch_compat.h"
 
 namespace graphed_sampling {
@@ -53,6 +54,21 @@ void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, 
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
 }
 
+void cuda_score_rows(const Tensor& logits, const Tensor& rows, const Tensor& token_ids,
+                     const Tensor& given_ids, const Tensor& output, const Tensor& scratch,
+                     std::vector<int64_t> layout, bool rank, bool entropy) {
+  const ScoreArguments arguments =
+      score_arguments(logits, rows, token_ids, given_ids, output, scratch, layout, rank, entropy);
+  const int32_t device = logits.get_device_index();
+  const DeviceGuard guard(device);
+  int major = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_score_rows: ", cudaGetErrorString(error));
+  error = launch_score_rows(arguments, major >= 9,
+                            static_cast<cudaStream_t>(current_cuda_stream(device)));
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_score_rows: ", cudaGetErrorString(error));
+}
+
 }  // namespace
 }  // namespace graphed_sampling
 
@@ -60,4 +76,5 @@ STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CUDA, library) {
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
   library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
   library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));
+  library.impl("cuda_score_rows", TORCH_BOX(&graphed_sampling::cuda_score_rows));
 }

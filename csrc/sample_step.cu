@@ -200,7 +200,6 @@ __device__ __noinline__ void finish_row() {
     task.row.fallback = fallback;
     task.largest = special ? 0.0f : largest;
     task.total = totals.mass;
-    task.raw_total = totals.raw_mass;
   }
   __syncthreads();
   Selection selection = {};

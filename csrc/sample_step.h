@@ -5,10 +5,9 @@
 
 #include "common/device.h"
 #include "common/layout.h"
+#include "logits_type.h"
 
 namespace graphed_sampling {
-
-enum class LogitsType { kFloat32, kBFloat16, kFloat16 };
 
 // Device memory, as `sample_step` in graphed_sampling/ops.py describes it; strides in elements.
 // grammar_bitmask, words and given may be null.

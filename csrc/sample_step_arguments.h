@@ -25,12 +25,7 @@ inline const int32_t* int32_words(const Tensor& tensor, const char* name, int64_
   return static_cast<const int32_t*>(tensor.const_data_ptr());
 }
 
-inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, const Tensor& params,
-                                    const Tensor& state, const Tensor& tables, const Tensor& output,
-                                    const Tensor& scratch, const std::vector<int64_t>& layout,
-                                    const std::optional<Tensor>& grammar_bitmask,
-                                    const std::optional<Tensor>& words,
-                                    const std::optional<Tensor>& given) {
+inline TableLayout table_layout(const std::vector<int64_t>& layout) {
   STD_TORCH_CHECK(layout.size() == TableLayout::kInts, "cuda_step: layout has ", layout.size(),
                   " numbers");
   // With these bounds no offset into a record leaves 32 bits.
@@ -45,26 +40,38 @@ inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, c
   STD_TORCH_CHECK(layout[5] * layout[6] <= kMostEntries, "cuda_step: layout has ", layout[5],
                   " bad words of ", layout[6], " tokens");
   const auto size = [&](size_t i) { return static_cast<int>(layout[i]); };
-  StepArguments a = {};
-  a.layout = {size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7), size(8)};
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= a.layout.vocab_size &&
+  return {size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7), size(8)};
+}
+
+// Checks the logits' shape, and tells their type.
+inline LogitsType logits_type(const Tensor& logits, const TableLayout& layout) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= layout.vocab_size &&
                       (logits.stride(1) == 1 || logits.size(1) == 1),
                   "cuda_step: logits must be [n, >= vocab_size], the last dimension contiguous");
-  const int64_t rows = logits.size(0);
-  STD_TORCH_CHECK(rows >= 1 && rows <= int64_t{1} << 24, "cuda_step: there are ", rows,
-                  " rows; it takes 1 to 2**24");
   switch (logits.scalar_type()) {
     case ScalarType::Float:
-      a.logits_type = LogitsType::kFloat32;
-      break;
+      return LogitsType::kFloat32;
     case ScalarType::BFloat16:
-      a.logits_type = LogitsType::kBFloat16;
-      break;
+      return LogitsType::kBFloat16;
     default:
       STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Half,
                       "cuda_step: logits must be float32, bfloat16 or float16");
-      a.logits_type = LogitsType::kFloat16;
+      return LogitsType::kFloat16;
   }
+}
+
+inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, const Tensor& params,
+                                    const Tensor& state, const Tensor& tables, const Tensor& output,
+                                    const Tensor& scratch, const std::vector<int64_t>& layout,
+                                    const std::optional<Tensor>& grammar_bitmask,
+                                    const std::optional<Tensor>& words,
+                                    const std::optional<Tensor>& given) {
+  StepArguments a = {};
+  a.layout = table_layout(layout);
+  const int64_t rows = logits.size(0);
+  STD_TORCH_CHECK(rows >= 1 && rows <= int64_t{1} << 24, "cuda_step: there are ", rows,
+                  " rows; it takes 1 to 2**24");
+  a.logits_type = logits_type(logits, a.layout);
   a.logits = logits.const_data_ptr();
   a.logits_stride = rows > 1 ? logits.stride(0) : logits.size(1);
   a.rows = static_cast<int>(rows);

@@ -1,9 +1,17 @@
 """graphed_sampling: LLM sampling as one captured pipeline over per-request device records."""
 
+import graphed_sampling.ops  # noqa: F401  # defines the torch ops, which no module names otherwise
 from graphed_sampling._build_info import build_info
 from graphed_sampling.backends import canonical_order
 from graphed_sampling.graph import CaptureReport, GraphedSampler
 from graphed_sampling.layout import FinishReason, RowFlags
+from graphed_sampling.logprobs import (
+    PromptLogprobs,
+    linear_logprobs,
+    new_prompt_output,
+    next_token_ids,
+    prompt_logprobs,
+)
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.sampler import Sampler, StepOutput, new_output, new_scratch
 from graphed_sampling.step.batch import PrefillChunk, StepBatch
@@ -40,6 +48,7 @@ __all__ = [
     "OutputRing",
     "OutputSlot",
     "PrefillChunk",
+    "PromptLogprobs",
     "QueueFullError",
     "RequestTable",
     "RowFlags",
@@ -58,6 +67,10 @@ __all__ = [
     "build_info",
     "canonical_order",
     "gpu_future",
+    "linear_logprobs",
     "new_output",
+    "new_prompt_output",
     "new_scratch",
+    "next_token_ids",
+    "prompt_logprobs",
 ]

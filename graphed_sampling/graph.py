@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, ops
+from graphed_sampling import backends, checks
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.params import as_int
 from graphed_sampling.sampler import StepInputs, StepOutput, TableStep
@@ -69,9 +69,9 @@ class GraphedSampler:
         backend = backends.with_options(backend, options)
         self.device = table.device
         self.row_buckets = _check_buckets(row_buckets, table.max_requests)
-        if logits_dtype not in ops.LOGITS_DTYPES:
+        if logits_dtype not in checks.LOGITS_DTYPES:
             raise ValueError(
-                f"logits_dtype = {logits_dtype} is not accepted: one of {ops.LOGITS_DTYPES}"
+                f"logits_dtype = {logits_dtype} is not accepted: one of {checks.LOGITS_DTYPES}"
             )
         self.logits_dtype = logits_dtype
         accepted = f"an integer >= the table's vocab_size, {table.vocab_size}"

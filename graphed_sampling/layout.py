@@ -9,6 +9,8 @@ take two words, low word first.
     tables  [tables_words]                    bitmaps and counts, see `TableLayout.tables_words`
     output  [rows, output_words]              one packed record per logits row
 
+Logprobs at many positions fill records of the same size, see `PositionRecord`.
+
 Row `max_requests` of each is the padding row: rows that must write nothing (slot -1, finished
 or not admitted) write there. A slot that holds no request has neutral parameters.
 """
@@ -117,6 +119,22 @@ class Output(IntEnum):
     FINISH_REASON = 5
     FLAGS = 6
     GENERATION = 7
+    LISTS = 8
+
+
+class PositionRecord(IntEnum):
+    """Word offsets of the record of a position whose token is given; lists follow as in `Output`.
+
+    What both records hold stands at the same place, so that the same code writes it.
+    """
+
+    LARGEST = 0  # fp32: the largest logit, -inf where there is none
+    LOG_NORMALISER = 1  # fp32: ln of the sum of all weights, relative to the largest
+    LOGPROB = 2
+    RANK = 3
+    NUM_KEPT = 4
+    ENTROPY = 5  # fp32
+    FLAGS = 6
     LISTS = 8
 
 

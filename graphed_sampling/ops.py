@@ -4,6 +4,10 @@
     torch.ops.graphed_sampling.flashinfer_sample the same with FlashInfer's draws
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
+    torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
+    torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
+    torch.ops.graphed_sampling.linear_logprobs   the same from hidden states and the head's weight
+    torch.ops.graphed_sampling.cuda_score_rows   raw logprobs by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
     torch.ops.graphed_sampling.signal_fd         a stream's signal to an eventfd, of `step.futures`
@@ -17,26 +21,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, philox
+from graphed_sampling import backends, lm_head, philox, positions
 from graphed_sampling._build_info import load_native
-from graphed_sampling.backends import exact_math, flashinfer
+from graphed_sampling.backends import flashinfer
+from graphed_sampling.backends.position_records import Forward, Positions, Upstream
+from graphed_sampling.checks import (
+    check_bitmask,
+    check_device,
+    check_linear,
+    check_logits,
+    check_vector,
+    check_vocab_size,
+)
 from graphed_sampling.layout import (
-    MAX_VOCAB_SIZE,
     Output,
     Param,
     ParamFlags,
     State,
     TableLayout,
 )
-from graphed_sampling.params import GREEDY_TEMPERATURE, LOG2_E
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
-
-LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from graphed_sampling.stateless import Filters, neutral_params, write_params
+from graphed_sampling.wishes import Wishes, accepted_ids, in_order_of, row_of_each
 
 _LIBRARY = torch.library.Library("graphed_sampling", "DEF")
 _LIBRARY.define(
@@ -58,6 +69,40 @@ _LIBRARY.define(
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, Tensor? grammar_bitmask=None, "
     "Tensor? words=None, Tensor? given=None) -> ()"
 )
+_WISHES: Final = (
+    "Tensor? rows=None, Tensor? num_rows=None, Tensor? given_ids=None, "
+    "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
+    "Tensor? processed=None, int top_n=0, bool rank=False, bool entropy=False, "
+    "int vocab_size=-1, str backend='auto'"
+)
+_LIBRARY.define(
+    f"prompt_logprobs(Tensor logits, Tensor next_token_ids, {_WISHES}) -> (Tensor logprobs, "
+    "Tensor given_logprobs, Tensor top_logprobs, Tensor entropies, Tensor top_token_ids, "
+    "Tensor ranks, Tensor num_kept, Tensor flags, Tensor normalisers)"
+)
+_LIBRARY.define(
+    f"prompt_logprobs_out(Tensor logits, Tensor next_token_ids, Tensor(a!) output, {_WISHES}) -> ()"
+)
+_FORWARD: Final = (
+    "Tensor ids, Tensor logprobs, Tensor gradients, Tensor? entropy_gradients, Tensor entropies, "
+    "Tensor normalisers, Tensor? rows, Tensor? num_rows, Tensor? temperature, Tensor? processed, "
+    "Tensor? num_kept, int vocab_size, str backend"
+)
+_LIBRARY.define(f"prompt_logprobs_backward(Tensor logits, {_FORWARD}) -> Tensor")
+_LIBRARY.define(
+    f"linear_logprobs(Tensor hidden, Tensor weight, Tensor next_token_ids, {_WISHES}, "
+    "int chunk_rows=0) -> (Tensor logprobs, Tensor given_logprobs, Tensor top_logprobs, "
+    "Tensor entropies, Tensor top_token_ids, Tensor ranks, Tensor num_kept, Tensor flags, "
+    "Tensor normalisers)"
+)
+_LIBRARY.define(
+    f"linear_logprobs_backward(Tensor hidden, Tensor weight, {_FORWARD}, int chunk_rows, "
+    "bool of_hidden, bool of_weight) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "cuda_score_rows(Tensor logits, Tensor rows, Tensor token_ids, Tensor given_ids, "
+    "Tensor(a!) output, Tensor(b!) scratch, int[] layout, bool rank, bool entropy) -> ()"
+)
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
     "scatter_segments(Tensor(a!) params, Tensor(b!) state, Tensor(c!) tables, Tensor packet, "
@@ -65,68 +110,6 @@ _LIBRARY.define(
 )
 _LIBRARY.define("signal_fd(int device, int stream, int event, int fd) -> ()")
 _LIBRARY.define("capture_signal_fd(int stream, int fd) -> ()")
-
-
-def _last_dimension_is_contiguous(matrix: Tensor) -> bool:
-    # Strides of dimensions with at most one element mean nothing.
-    return matrix.stride(1) == 1 or matrix.shape[1] == 1 or matrix.shape[0] == 0
-
-
-def check_logits(logits: Tensor, vocab_size: int) -> None:
-    """ValueError unless logits are [n, >= vocab_size], of a known dtype, last stride 1."""
-    _check_tensor("logits", logits)
-    if not (logits.dim() == 2 and logits.shape[1] >= vocab_size):
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)}: they must be [n, >= {vocab_size}]"
-        )
-    if logits.dtype not in LOGITS_DTYPES:
-        raise ValueError(
-            f"logits have dtype {logits.dtype}: it must be one of "
-            f"{', '.join(str(d) for d in LOGITS_DTYPES)}"
-        )
-    if not _last_dimension_is_contiguous(logits):
-        raise ValueError(
-            f"logits have strides {logits.stride()}: the last dimension must be contiguous"
-        )
-
-
-def check_vector(
-    name: str, tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device | None = None
-) -> None:
-    """ValueError unless tensor is [rows] of the dtype, on the device where one is named."""
-    _check_tensor(name, tensor)
-    if not (tensor.shape == (rows,) and tensor.dtype == dtype):
-        raise ValueError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} [{rows}]"
-        )
-    if device is not None:
-        _check_device(name, tensor, device)
-
-
-def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
-    """ValueError unless bitmask is int32 [rows, >= bitmap_words], last stride 1."""
-    _check_tensor("grammar_bitmask", bitmask)
-    if not (
-        bitmask.dim() == 2
-        and bitmask.shape[0] == rows
-        and bitmask.shape[1] >= bitmap_words
-        and bitmask.dtype == torch.int32
-        and _last_dimension_is_contiguous(bitmask)
-    ):
-        raise ValueError(
-            f"grammar_bitmask is {bitmask.dtype} {list(bitmask.shape)}: it must be torch.int32 "
-            f"[{rows}, >= {bitmap_words}] with a contiguous last dimension"
-        )
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} is {type(value).__name__}: it must be a torch.Tensor")
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}: it must be on {device}")
 
 
 def _sample_step(
@@ -158,7 +141,7 @@ def _sample_step(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
                 f"{list(shape)}"
             )
-        _check_device(name, tensor, device)
+        check_device(name, tensor, device)
     if not (
         output.dim() == 2
         and output.shape[0] >= rows
@@ -170,10 +153,10 @@ def _sample_step(
             f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
             f"[>= {rows}, {sizes.output_words}]"
         )
-    _check_device("output", output, device)
+    check_device("output", output, device)
     if grammar_bitmask is not None:
         check_bitmask(grammar_bitmask, rows, sizes.bitmap_words)
-        _check_device("grammar_bitmask", grammar_bitmask, device)
+        check_device("grammar_bitmask", grammar_bitmask, device)
     if words is not None:
         check_vector("words", words, rows, torch.int64, device)
     if given is not None:
@@ -191,7 +174,7 @@ def _sample_step(
             f"scratch is {scratch.dtype} {list(scratch.shape)}: it must be contiguous torch.int32 "
             f"[>= {needed}], aligned to 16 bytes"
         )
-    _check_device("scratch", scratch, device)
+    check_device("scratch", scratch, device)
     if rows == 0:
         return
     with torch.no_grad():
@@ -222,16 +205,7 @@ def _check_sample(
     name_of_position: str = "position",
 ) -> int:
     """Check the arguments of `sample`; returns the vocabulary size."""
-    if logits.dim() != 2:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
-    width = logits.shape[1]
-    size = width if vocab_size == -1 else vocab_size
-    if not (1 <= size <= min(width, MAX_VOCAB_SIZE)):
-        raise ValueError(
-            f"vocab_size = {vocab_size} is not accepted: it must be -1 (all columns of the logits) "
-            f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
-        )
-    check_logits(logits, size)
+    size = check_vocab_size(logits, vocab_size)
     rows, device = logits.shape[0], logits.device
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
@@ -331,39 +305,12 @@ def _stateless(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     with torch.no_grad():
-        finite = torch.finfo(torch.float32)
-        # Values outside their range count as the nearest accepted one; NaN as greedy or as off.
-        temperature = temperature.nan_to_num(nan=0.0).clamp(0.0, finite.max)
-        greedy = temperature < GREEDY_TEMPERATURE
-        temperature = torch.where(greedy, 1.0, temperature)
-        top_p = top_p.nan_to_num(nan=1.0).clamp(finite.tiny, 1.0)
-        min_p = min_p.nan_to_num(nan=0.0).clamp(0.0, 1.0)
-        log_min_p = exact_math.log(min_p.double().clamp(min=finite.tiny))
-
-        params, state = (
-            zeros(layout.rows, layout.params_words),
-            zeros(layout.rows, layout.state_words),
-        )
-        real, long = params.view(torch.float32)[:rows], params.view(torch.int64)[:rows]
-        top_k = torch.where(top_k >= size, 0, top_k.clamp(min=0))
-        flags = int(ParamFlags.ADMITTED | ParamFlags.LOGPROBS | ParamFlags.RAW)
-        needs_total = ~greedy & (top_k == 0) & (min_p <= 0)
-        params[:rows, Param.FLAGS] = (
-            flags + greedy * int(ParamFlags.GREEDY) + needs_total * int(ParamFlags.TOTAL)
-        )
-        params[:rows, Param.TOP_K] = top_k
-        real[:, Param.TEMPERATURE] = temperature
-        scale = LOG2_E / temperature.double()
-        real[:, Param.SCALE] = scale.float()
-        params.view(torch.float64)[:rows, Param.WIDE_SCALE // 2] = scale
-        real[:, Param.TOP_P] = torch.where(greedy, 1.0, top_p)
-        real[:, Param.MIN_P] = torch.where(greedy, 0.0, min_p)
-        for unused in (Param.TYPICAL_P, Param.REPETITION_PENALTY):
-            real[:, unused] = 1.0
-        long[:, Param.SEED // 2] = seed
-        params.view(torch.float64)[:rows, Param.MIN_P_OFFSET // 2] = (
-            temperature.double() * log_min_p
-        )
+        filters = Filters(temperature, top_k, top_p, min_p).clamped(size)
+        params = neutral_params(layout, device)
+        state = zeros(layout.rows, layout.state_words)
+        flags = zeros(rows) + int(ParamFlags.LOGPROBS | ParamFlags.RAW)
+        write_params(params, filters, flags)
+        params.view(torch.int64)[:rows, Param.SEED // 2] = seed
         state.view(torch.int64)[:rows, State.POSITION // 2] = position
 
         output = zeros(rows, layout.output_words)
@@ -380,6 +327,257 @@ def _stateless(
             )
         token_ids = output.view(torch.int64)[:, Output.TOKEN_ID // 2].clone()
         return token_ids, output.view(torch.float32)[:, Output.LOGPROB].clone()
+
+
+def _prompt_logprobs_out(
+    logits: Tensor, next_token_ids: Tensor, output: Tensor, *wishes: Any, **named: Any
+) -> None:
+    checked = Wishes.check(logits, next_token_ids, *wishes, **named)
+    count, words = next_token_ids.shape[0], checked.layout.output_words
+    if not (
+        output.dim() == 2
+        and output.shape[0] >= count
+        and output.shape[1] == words
+        and output.dtype == torch.int32
+        and output.is_contiguous()
+    ):
+        raise ValueError(
+            f"output is {output.dtype} {list(output.shape)}: it must be contiguous torch.int32 "
+            f"[>= {count}, {words}]"
+        )
+    check_device("output", output, logits.device)
+    with torch.no_grad(), torch.cuda.device_of(logits):
+        positions.score_positions(
+            logits, checked.positions, output[:count], checked.layout, checked.module,
+            rank=checked.rank, entropy=checked.entropy,
+        )  # fmt: skip
+
+
+def _prompt_logprobs(
+    logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    checked = Wishes.check(logits, next_token_ids, *wishes, **named)
+    layout = checked.layout
+    output = torch.empty(
+        next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=logits.device
+    )
+    with torch.no_grad(), torch.cuda.device_of(logits):
+        positions.score_positions(
+            logits, checked.positions, output, layout, checked.module,
+            rank=checked.rank, entropy=checked.entropy,
+        )  # fmt: skip
+    return tuple(part.clone() for part in positions.split_record(output, layout))
+
+
+def _linear_logprobs(
+    hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
+    size = check_linear(hidden, weight, vocab_size, chunk_rows)
+    checked = Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes)
+    layout = checked.layout
+    output = torch.empty(
+        next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=hidden.device
+    )
+    with torch.no_grad(), torch.cuda.device_of(hidden):
+        lm_head.score_hidden(
+            hidden, weight, checked.positions, output, layout, checked.module, chunk_rows,
+            rank=checked.rank, entropy=checked.entropy,
+        )  # fmt: skip
+    return tuple(part.clone() for part in positions.split_record(output, layout))
+
+
+def _all_wishes(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Wishes up to chunk_rows; the dispatcher leaves out what has its default at the end."""
+    defaults = (*[None] * 8, 0, False, False, -1, "auto", 0)
+    return (*given, *defaults[len(given) :])
+
+
+def _empty_results(like: Tensor, layout: TableLayout, count: int) -> tuple[Tensor, ...]:
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return like.new_empty((count, *shape), dtype=dtype)
+
+    real, number = torch.float32, torch.int32
+    return (
+        empty(real),
+        empty(real, layout.max_logprob_ids),
+        empty(real, layout.max_logprobs),
+        empty(real),
+        empty(torch.int64, layout.max_logprobs),
+        empty(number),
+        empty(number),
+        empty(number),
+        empty(real, 2),
+    )
+
+
+def _prompt_logprobs_fake(
+    logits: Tensor, next_token_ids: Tensor, *wishes: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    layout = Wishes.check(logits, next_token_ids, *wishes, **named).layout
+    return _empty_results(logits, layout, next_token_ids.shape[0])
+
+
+def _linear_logprobs_fake(
+    hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
+    size = check_linear(hidden, weight, vocab_size, chunk_rows)
+    layout = Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes).layout
+    return _empty_results(hidden, layout, next_token_ids.shape[0])
+
+
+def _save_for_backward(
+    ctx: Any,
+    sources: tuple[Tensor, ...],
+    next_token_ids: Tensor,
+    wishes: tuple[Any, ...],
+    vocab_size: int,
+    output: tuple[Tensor, ...],
+) -> None:
+    rows, num_rows, given_ids, temperature, top_k, top_p, min_p, processed = wishes[:8]
+    logprobs, given, top, entropies, top_ids, ranks, num_kept, flags, normalisers = output
+    ctx.mark_non_differentiable(top_ids, ranks, num_kept, flags, normalisers)
+    ctx.set_materialize_grads(False)
+    if given_ids is None:
+        given_ids = next_token_ids.new_empty(next_token_ids.shape[0], 0)
+    filtered = any(value is not None for value in (top_k, top_p, min_p))
+    if temperature is None and (filtered or processed is not None):
+        temperature = torch.ones_like(logprobs)
+    ctx.vocab_size, ctx.backend, ctx.num_given = vocab_size, wishes[12], given_ids.shape[1]
+    ctx.save_for_backward(
+        *sources,
+        torch.cat([next_token_ids.unsqueeze(1), given_ids, top_ids], 1),
+        torch.cat([logprobs.unsqueeze(1), given, top], 1),
+        entropies,
+        normalisers,
+        rows,
+        num_rows,
+        temperature,
+        processed,
+        num_kept if filtered else None,
+    )
+
+
+def _backward_arguments(ctx: Any, sources: int, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the backward op: what was saved, and the gradients that came."""
+    of_logprobs, of_given, of_top, of_entropies = gradients[:4]
+    saved = ctx.saved_tensors
+    ids, logprobs, entropies, normalisers, *selection = saved[sources:]
+    of_lists = [None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top]
+    widths = (1, ctx.num_given, ids.shape[1] - 1 - ctx.num_given)
+    joined = torch.cat(
+        [
+            logprobs.new_zeros(ids.shape[0], width) if gradient is None else gradient
+            for gradient, width in zip(of_lists, widths, strict=True)
+        ],
+        1,
+    )
+    return (
+        *saved[:sources], ids, logprobs, joined, of_entropies, entropies, normalisers, *selection,
+        ctx.vocab_size, ctx.backend,
+    )  # fmt: skip
+
+
+def _prompt_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, next_token_ids, *wishes = inputs
+    size = logits.shape[1] if wishes[11] == -1 else wishes[11]
+    _save_for_backward(ctx, (logits,), next_token_ids, tuple(wishes), size, output)
+
+
+def _prompt_logprobs_autograd(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    arguments = _backward_arguments(ctx, 1, gradients)
+    gradient = torch.ops.graphed_sampling.prompt_logprobs_backward(*arguments)
+    return (gradient, *[None] * 14)
+
+
+def _linear_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, next_token_ids, *wishes = inputs
+    size = weight.shape[0] if wishes[11] == -1 else wishes[11]
+    ctx.chunk_rows = wishes[13]
+    _save_for_backward(ctx, (hidden, weight), next_token_ids, tuple(wishes), size, output)
+
+
+def _linear_logprobs_autograd(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    arguments = _backward_arguments(ctx, 2, gradients)
+    wanted = ctx.needs_input_grad[:2]
+    found = torch.ops.graphed_sampling.linear_logprobs_backward(*arguments, ctx.chunk_rows, *wanted)
+    kept = [g if wants else None for g, wants in zip(found, wanted, strict=True)]
+    return (*kept, *[None] * 15)
+
+
+def _of_backward(
+    matrix: Tensor,
+    vocab_size: int,
+    ids: Tensor,
+    logprobs: Tensor,
+    gradients: Tensor,
+    entropy_gradients: Tensor | None,
+    entropies: Tensor,
+    normalisers: Tensor,
+    rows: Tensor | None,
+    num_rows: Tensor | None,
+    temperature: Tensor | None,
+    processed: Tensor | None,
+    num_kept: Tensor | None,
+) -> tuple[Positions, Upstream, Forward]:
+    """What the backward ops work on, of their arguments."""
+    filters = None
+    if temperature is not None:
+        off = torch.zeros_like(temperature)
+        filters = Filters(temperature, off.int(), off + 1.0, off).clamped(vocab_size)
+    return (
+        Positions(
+            rows=row_of_each(matrix, rows, num_rows),
+            in_order=in_order_of(rows),
+            token_ids=ids[:, 0],
+            given_ids=ids[:, 1:],
+            filters=filters,
+            processed=processed,
+        ),
+        Upstream(accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients),
+        Forward(normalisers, entropies, num_kept),
+    )
+
+
+def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
+    *saved, vocab_size, backend = arguments
+    with torch.no_grad(), torch.cuda.device_of(logits):
+        asked = _of_backward(logits, vocab_size, *saved)
+        module = positions.scoring_module(backend, logits.device)
+        return positions.logit_gradients(logits, *asked, vocab_size, module)
+
+
+def _linear_logprobs_backward(
+    hidden: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    *saved, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
+    with torch.no_grad(), torch.cuda.device_of(hidden):
+        asked = _of_backward(hidden, vocab_size, *saved)
+        module = positions.scoring_module(backend, hidden.device)
+        return lm_head.hidden_gradients(
+            hidden, weight, *asked, vocab_size, module, chunk_rows,
+            of_hidden=of_hidden, of_weight=of_weight,
+        )  # fmt: skip
+
+
+def _no_second_derivative(_ctx: Any, *_gradients: Tensor) -> NoReturn:
+    raise RuntimeError("logprobs have a gradient, but no second derivative")
+
+
+def _prompt_logprobs_backward_fake(logits: Tensor, *_arguments: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _linear_logprobs_backward_fake(
+    hidden: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    of_hidden, of_weight = arguments[-2:]
+    contiguous = torch.contiguous_format
+    return (
+        torch.empty_like(hidden, memory_format=contiguous) if of_hidden else hidden.new_empty(0),
+        torch.empty_like(weight, memory_format=contiguous) if of_weight else hidden.new_empty(0),
+    )
 
 
 def _scatter_segments(
@@ -456,6 +654,11 @@ def _sample_backward(ctx: Any, *_gradients: Tensor) -> tuple[None, ...]:
 _LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("flashinfer_sample", _flashinfer_sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
+_LIBRARY.impl("prompt_logprobs", _prompt_logprobs, "CompositeExplicitAutograd")
+_LIBRARY.impl("prompt_logprobs_out", _prompt_logprobs_out, "CompositeExplicitAutograd")
+_LIBRARY.impl("prompt_logprobs_backward", _prompt_logprobs_backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_logprobs", _linear_logprobs, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_logprobs_backward", _linear_logprobs_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
@@ -464,9 +667,37 @@ torch.library.register_fake(
 )
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::cuda_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake(
+    "graphed_sampling::prompt_logprobs", _prompt_logprobs_fake, lib=_LIBRARY
+)
+torch.library.register_fake("graphed_sampling::prompt_logprobs_out", _no_result, lib=_LIBRARY)
+torch.library.register_fake(
+    "graphed_sampling::prompt_logprobs_backward", _prompt_logprobs_backward_fake, lib=_LIBRARY
+)
+torch.library.register_fake(
+    "graphed_sampling::linear_logprobs", _linear_logprobs_fake, lib=_LIBRARY
+)
+torch.library.register_fake(
+    "graphed_sampling::linear_logprobs_backward", _linear_logprobs_backward_fake, lib=_LIBRARY
+)
+torch.library.register_fake("graphed_sampling::cuda_score_rows", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::philox_words", _philox_words_fake, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::scatter_segments", _no_result, lib=_LIBRARY)
 torch.library.register_autograd(
     "graphed_sampling::sample", _sample_backward, setup_context=_sample_context, lib=_LIBRARY
 )
+torch.library.register_autograd(
+    "graphed_sampling::prompt_logprobs",
+    _prompt_logprobs_autograd,
+    setup_context=_prompt_logprobs_context,
+    lib=_LIBRARY,
+)
+torch.library.register_autograd(
+    "graphed_sampling::linear_logprobs",
+    _linear_logprobs_autograd,
+    setup_context=_linear_logprobs_context,
+    lib=_LIBRARY,
+)
+for _op in ("prompt_logprobs_backward", "linear_logprobs_backward"):
+    torch.library.register_autograd(f"graphed_sampling::{_op}", _no_second_derivative, lib=_LIBRARY)
 load_native()

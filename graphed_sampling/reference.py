@@ -476,6 +476,66 @@ def sample_row(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class ScoredRow:
+    """What one row of logits says of a given token; see `score_row`.
+
+    logprob, rank, top_token_ids, top_logprobs, given_logprobs, num_kept, flags: as of `RowResult`,
+    of the given token. entropy: of the mode's distribution, in nats; NaN where there is none.
+    probabilities: that distribution, float64 [vocab_size]; zeros where there is none.
+    margin: as `RowResult.margin`.
+    """
+
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+    given_logprobs: tuple[float, ...]
+    entropy: float
+    num_kept: int
+    flags: RowFlags
+    probabilities: Floats64
+    margin: float
+
+
+def score_row(
+    logits: ArrayLike,
+    token_id: int,
+    params: SamplingParams,
+    *,
+    vocab_size: int | None = None,
+) -> ScoredRow:
+    """Logprob of a given token at one position, and what else `prompt_logprobs` tells.
+
+    logits, vocab_size: as for `sample_row`. params: mode, filters, and as wishes `logprobs` (how
+    many of the best tokens) and `logprob_token_ids`. Raises ValueError as `sample_row` does.
+    """
+    row = sample_row(logits, params, vocab_size=vocab_size, word=0)
+    _check_ids(params, row.processed_logits.size, [token_id], (), ())
+    if params.logprobs_mode == "raw":
+        mode_logits = sanitise(logits, vocab_size)
+        logprobs = raw_logprobs(logits, vocab_size=vocab_size)
+    else:
+        mode_logits = row.processed_logits
+        temperature = 1.0 if params.is_greedy else fp32(params.temperature)
+        logprobs = np.full(mode_logits.size, -np.inf)
+        logprobs[row.survivors] = _log_probabilities(mode_logits[row.survivors], temperature)
+    probabilities = np.exp(logprobs)
+    has_any = (logprobs > -np.inf).any()
+    return ScoredRow(
+        logprob=float(logprobs[token_id]),
+        rank=1 + int(np.sum(mode_logits > mode_logits[token_id])),
+        top_token_ids=row.top_token_ids,
+        top_logprobs=row.top_logprobs,
+        given_logprobs=row.given_logprobs,
+        entropy=_entropy(logprobs[logprobs > -np.inf]) if has_any else math.nan,
+        num_kept=0 if params.logprobs_mode == "raw" else row.num_kept,
+        flags=row.flags,
+        probabilities=probabilities,
+        margin=math.inf if params.logprobs_mode == "raw" else row.margin,
+    )
+
+
 def _word(
     params: SamplingParams,
     seed: int | None,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, ops
+from graphed_sampling import backends, checks
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import Output, TableLayout
 from graphed_sampling.params import UnsupportedFeatureError
@@ -146,17 +146,17 @@ class StepInputs:
     ) -> None:
         """ValueError for whatever a step would not accept, before anything is enqueued."""
         table = self.table
-        ops.check_logits(logits, table.vocab_size)
+        checks.check_logits(logits, table.vocab_size)
         if logits.device != table.device:
             raise ValueError(f"logits are on {logits.device}: the table is on {table.device}")
         rows = logits.shape[0]
-        ops.check_vector("slots", slots, rows, torch.int32)
+        checks.check_vector("slots", slots, rows, torch.int32)
         self._check_place("slots", slots)
         if grammar_bitmask is not None:
-            ops.check_bitmask(grammar_bitmask, rows, table.layout.bitmap_words)
+            checks.check_bitmask(grammar_bitmask, rows, table.layout.bitmap_words)
             self._check_place("grammar_bitmask", grammar_bitmask)
         if words is not None:
-            ops.check_vector("words", words, rows, torch.int64)
+            checks.check_vector("words", words, rows, torch.int64)
             self._check_place("words", words)
         if slots.device.type == "cpu":
             array = slots.numpy()
@@ -230,7 +230,7 @@ class TableStep:
         table: RequestTable,
         backend: str,
         rows: int,
-        logits_dtypes: Sequence[torch.dtype] = ops.LOGITS_DTYPES,
+        logits_dtypes: Sequence[torch.dtype] = checks.LOGITS_DTYPES,
     ) -> None:
         self.table = table
         self.backend = backends.resolve(backend, table.device)

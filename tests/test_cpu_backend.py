@@ -695,7 +695,7 @@ def step():
     slots, nothing = torch.arange(2, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
 
     def inner():
-        cpu._kernels.cache_clear()
+        cpu._compiled.cache_clear()
         cpu.warm_up(table.layout, table.device, (torch.float32,))
         cpu.sample_step(
             logits, slots, table.params, table.state, table.tables, output, nothing, table.layout,
@@ -721,14 +721,15 @@ for device in ("cpu", "meta"):
     run_python(code)
 
 
+@pytest.mark.parametrize("entry", ["step_rows", "score_rows"])
 def test_codes_compiled_from_other_offsets_are_compiled_anew(
-    monkeypatch: pytest.MonkeyPatch,
+    entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """numba's cache looks at one file; the record offsets that are compiled in lie in another."""
     recompiled = []
     monkeypatch.setattr(kernels, "OFFSETS_DIGEST", kernels.OFFSETS_DIGEST + 1)
-    monkeypatch.setattr(kernels.step_rows, "recompile", lambda: recompiled.append(True))
-    cpu._kernels.cache_clear()
-    cpu._kernels()
-    cpu._kernels.cache_clear()
+    monkeypatch.setattr(getattr(kernels, entry), "recompile", lambda: recompiled.append(True))
+    cpu._compiled.cache_clear()
+    cpu._compiled(entry)
+    cpu._compiled.cache_clear()
     assert recompiled

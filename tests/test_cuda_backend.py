@@ -35,10 +35,12 @@ from graphed_sampling.layout import (
     Output,
     Param,
     ParamFlags,
+    PositionRecord,
     RowFlags,
     State,
     TableLayout,
 )
+from graphed_sampling.positions import position_layout
 
 CSRC = Path(__file__).parents[1] / "csrc"
 needs_sources = pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here")
@@ -65,6 +67,7 @@ def test_records_are_the_same_in_cpp() -> None:
         ("Param", Param),
         ("State", State),
         ("Output", Output),
+        ("Position", PositionRecord),
         ("Finish", FinishReason),
         ("Row", RowFlags),
     ]
@@ -151,6 +154,64 @@ def test_op_checks_what_it_is_given(
     setattr(step, name, changed)
     with pytest.raises(RuntimeError, match=message):
         step.run()
+
+
+class ScoreArguments:
+    """The arguments of `cuda_score_rows`, to be changed one by one."""
+
+    def __init__(self, pair: BackendDevice, vocab: int = 40, *, entropy: bool = False) -> None:
+        layout = position_layout(vocab, 2, 1)
+        self.logits = torch.zeros(3, vocab, device=pair.device)
+        self.rows = torch.tensor([0, 2], device=pair.device)
+        self.token_ids = torch.tensor([1, 3], device=pair.device)
+        self.given_ids = torch.tensor([[1], [3]], device=pair.device)
+        self.output, self.scratch = (
+            torch.zeros(shape, dtype=torch.int32, device=pair.device)
+            for shape in ((2, layout.output_words), cuda._score_scratch_words(layout, entropy))
+        )
+        self.layout = layout.to_ints()
+        self.rank = False
+        self.entropy = entropy
+
+    def run(self) -> None:
+        torch.ops.graphed_sampling.cuda_score_rows(*vars(self).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("logits", lambda t: t[:, :-1], "logits must be"),
+        ("logits", lambda t: t.double(), "float32, bfloat16 or float16"),
+        ("rows", lambda t: t.int(), "rows must be"),
+        ("rows", lambda t: t[:0], "there are 0 positions"),
+        ("token_ids", lambda t: t[:1], "token_ids must be"),
+        ("given_ids", lambda t: t[:1], "given_ids must be"),
+        ("output", lambda t: t[:1], "output must be"),
+        ("output", lambda t: t.float(), "output must be"),
+        ("layout", lambda t: t[:-1], "layout has 8 numbers"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_the_op_of_many_positions_checks_what_it_is_given(
+    pair: BackendDevice, name: str, change: Callable[[Any], Any], message: str
+) -> None:
+    arguments = ScoreArguments(pair)
+    arguments.run()
+    setattr(arguments, name, change(getattr(arguments, name)))
+    with pytest.raises(RuntimeError, match=message):
+        arguments.run()
+
+
+@pytest.mark.parametrize(("vocab", "entropy"), [(40, True), (70_001, True), (262_145, False)])
+def test_scratch_of_many_positions_is_what_cpp_takes(
+    pair: BackendDevice, vocab: int, entropy: bool
+) -> None:
+    arguments = ScoreArguments(pair, vocab, entropy=entropy)
+    assert arguments.scratch.numel() > 0
+    arguments.run()
+    arguments.scratch = arguments.scratch[:-1]
+    with pytest.raises(RuntimeError, match="scratch must be contiguous int32 of at least"):
+        arguments.run()
 
 
 def tickets(sampler: Sampler, rows: int) -> torch.Tensor:

@@ -16,11 +16,12 @@ needs_sources = pytest.mark.skipif(not README.is_file(), reason="the sources are
 
 
 @needs_sources
-def test_the_readme_s_code_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.parametrize("name", ["README.md", "docs/prompt_logprobs.md"])
+def test_the_code_that_is_shown_runs(name: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, str(README), "exec"), {})
+        exec(compile(block, name, "exec"), {})
 
 
 @needs_sources

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import graphed_sampling
 from graphed_sampling import RequestTable, Sampler, SamplingParams, backends, philox
+from graphed_sampling.positions import position_layout
 from graphed_sampling.reference import sample_row
 
 OPS = torch.ops.graphed_sampling
@@ -258,6 +259,16 @@ def test_opcheck_of_every_op(device: str) -> None:
         arguments = Step(device, "cuda").arguments(torch.randn(3, V, device=device))
         *tensors, layout, _ = arguments
         torch.library.opcheck(OPS.cuda_step.default, (*tensors, layout), test_utils=checks)
+        ids = torch.zeros(3, dtype=torch.int64, device=device)
+        record = graphed_sampling.new_prompt_output(3, device=device)
+        torch.library.opcheck(
+            OPS.cuda_score_rows.default,
+            (
+                torch.randn(3, V, device=device), ids, ids, ids[:0].view(3, 0), record,
+                record[:0].view(-1), position_layout(V, 0, 0).to_ints(), True, False,
+            ),
+            test_utils=checks,
+        )  # fmt: skip
     seeds = torch.arange(5, device=device)
     torch.library.opcheck(OPS.philox_words.default, (seeds, seeds + 3), test_utils=checks)
     table = RequestTable(2, V, device=device)

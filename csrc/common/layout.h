@@ -31,6 +31,11 @@ constexpr int kStatePosition = 0, kStateLastToken = 2, kStateNumGenerated = 4,
 constexpr int kOutputTokenId = 0, kOutputLogprob = 2, kOutputRank = 3, kOutputNumKept = 4,
               kOutputFinishReason = 5, kOutputFlags = 6, kOutputGeneration = 7, kOutputLists = 8;
 
+// Words of the record of a position whose token is given; the lists are as in an output record.
+constexpr int kPositionLargest = 0, kPositionLogNormaliser = 1, kPositionLogprob = 2,
+              kPositionRank = 3, kPositionNumKept = 4, kPositionEntropy = 5, kPositionFlags = 6,
+              kPositionLists = 8;
+
 constexpr int kFinishNone = 0, kFinishStop = 1, kFinishLength = 2;
 
 constexpr int kRowPadding = 1, kRowNan = 2, kRowPosInf = 4, kRowEmpty = 8, kRowFinished = 16;

@@ -8,6 +8,8 @@
 
 #include "../sample_step.cu"
 #include "../sample_step_arguments.h"
+#include "../score_rows.cu"
+#include "../score_rows_arguments.h"
 #include "selftest.h"
 #ifdef GRAPHED_SAMPLING_RACES
 #include "races_selftest.h"
@@ -27,11 +29,21 @@ void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, 
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
 }
 
+void cuda_score_rows(const Tensor& logits, const Tensor& rows, const Tensor& token_ids,
+                     const Tensor& given_ids, const Tensor& output, const Tensor& scratch,
+                     std::vector<int64_t> layout, bool rank, bool entropy) {
+  const cudaError_t error = launch_score_rows(
+      score_arguments(logits, rows, token_ids, given_ids, output, scratch, layout, rank, entropy),
+      true, nullptr);
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_score_rows: ", cudaGetErrorString(error));
+}
+
 }  // namespace
 }  // namespace graphed_sampling
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
   library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));
+  library.impl("cuda_score_rows", TORCH_BOX(&graphed_sampling::cuda_score_rows));
 }
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))

@@ -54,6 +54,7 @@ struct Range {
 
 // The exchanges are functions of their own, not inlined: a row is finished in code that is run
 // once, and waits for its instructions more than for anything else.
+// (`inline` lets several kernels' files hold them, no more.)
 
 // Every warp's word, one after the other, for all threads.
 __device__ inline const uint64_t* exchanged(int turn, uint64_t word) {
@@ -63,7 +64,7 @@ __device__ inline const uint64_t* exchanged(int turn, uint64_t word) {
   return words;
 }
 
-__device__ __noinline__ Range exchange_range(int turn, float low, float high) {
+__device__ inline __noinline__ Range exchange_range(int turn, float low, float high) {
   int low_key = __reduce_min_sync(kAllLanes, key_of(low));
   int high_key = __reduce_max_sync(kAllLanes, key_of(high));
   const uint64_t* words =
@@ -77,7 +78,7 @@ __device__ __noinline__ Range exchange_range(int turn, float low, float high) {
   return {from_key(low_key), from_key(high_key)};
 }
 
-__device__ __noinline__ int64_t exchange_sum(int turn, int64_t value) {
+__device__ inline __noinline__ int64_t exchange_sum(int turn, int64_t value) {
   const uint64_t* words = exchanged(turn, static_cast<uint64_t>(sum_of_lanes(value)));
   uint64_t total = 0;
 #pragma unroll
@@ -86,7 +87,7 @@ __device__ __noinline__ int64_t exchange_sum(int turn, int64_t value) {
 }
 
 // In one order, whatever the block does.
-__device__ __noinline__ float exchange_total(int turn, float value) {
+__device__ inline __noinline__ float exchange_total(int turn, float value) {
   value = sum_of_lanes(value);
   const uint64_t* words = exchanged(turn, static_cast<uint64_t>(__float_as_uint(value)));
   value = 0.0f;
@@ -95,7 +96,7 @@ __device__ __noinline__ float exchange_total(int turn, float value) {
   return value;
 }
 
-__device__ __noinline__ uint64_t exchange_max(int turn, uint64_t value) {
+__device__ inline __noinline__ uint64_t exchange_max(int turn, uint64_t value) {
   const uint64_t* words = exchanged(turn, max_of_lanes(value));
   value = words[0];
 #pragma unroll

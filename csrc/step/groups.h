@@ -30,35 +30,107 @@ __device__ inline int64_t mass_of_groups(Shared& shared, Block& block, const flo
   return block.sum(mass);
 }
 
-// What a row's statistics say of all of it. mass: by `sums`; raw_mass: by `raw_sums`, where those
-// have the same maxima. -1 where the largest is not finite, or nobody asks.
+// The groups that are a thread's, 4 at a time: neighbours, so that ids ascend as threads do.
+struct Owned {
+  int first, vectors, groups;
+
+  __device__ Owned(int groups_, int thread)
+      : vectors((groups_ + 4 * kThreads - 1) / (4 * kThreads)), groups(groups_) {
+    first = thread * 4 * vectors;
+  }
+  // Calls use(i, group) for the first group of each 4. Not unrolled: what a row waits for is
+  // one instruction after the other, half of the time for its coming from memory.
+  template <class Use>
+  __device__ void each(Use use) const {
+#pragma unroll 1
+    for (int i = 0; i < vectors && first + 4 * i < groups; ++i) use(i, first + 4 * i);
+  }
+};
+
+struct Vector {
+  float values[4];
+
+  __device__ explicit Vector(const float4& vector) {
+    values[0] = vector.x;
+    values[1] = vector.y;
+    values[2] = vector.z;
+    values[3] = vector.w;
+  }
+  // In shared memory.
+  __device__ explicit Vector(const float* place)
+      : Vector(*reinterpret_cast<const float4*>(place)) {}
+  __device__ float operator[](int i) const { return values[i]; }
+  __device__ float largest() const {
+    return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
+  }
+};
+
+// Of statistics that may be in any memory.
+__device__ inline Vector vector_now(const float* place) {
+  return Vector(load_now(reinterpret_cast<const float4*>(place)));
+}
+
+// A thread's part of the sum of groups' weights relative to the largest, which is finite.
+__device__ inline float weight_of_owned(const Owned& owned, const float* maxima, const float* sums,
+                                        const Exponents& exponents) {
+  float weight = 0.0f;
+  owned.each([&](int, int group) {
+    const Vector maximum = vector_now(maxima + group), sum = vector_now(sums + group);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
+    }
+  });
+  return weight;
+}
+
+// Leaves each warp's part of the sum of the raw weights for `log_of_parts`, behind a barrier. A
+// row's raw logprobs come from this sum wherever its largest is finite, so that they have the same
+// bits whatever its request asks.
+__device__ inline void leave_parts(Shared& shared, Block& block, const Owned& owned,
+                                   const float* maxima, const float* sums, float largest) {
+  const float part = sum_of_lanes(weight_of_owned(owned, maxima, sums, {largest, kLog2E}));
+  if (block.lane() == 0) shared.raw_parts[block.warp()] = part;
+}
+
+// The natural logarithm of the sum of the raw weights, whose parts warps have left.
+__device__ inline double log_of_parts(const Shared& shared) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += shared.raw_parts[i];
+  return static_cast<double>(lg2_approx(sum)) * kLn2;
+}
+
+// ln of the sum of a row's raw weights, relative to the largest, which need not be finite.
+__device__ inline double raw_log(Shared& shared, Block& block, const float* maxima,
+                                 const float* sums, float largest) {
+  if (fabsf(largest) < kInf) {
+    leave_parts(shared, block, Owned(shared.task.groups, block.thread()), maxima, sums, largest);
+    __syncthreads();
+    return log_of_parts(shared);
+  }
+  return log_mass(mass_of_groups(shared, block, maxima, sums, largest, kLog2E));
+}
+
+// What a row's statistics say of all of it. mass: -1 where the largest is not finite, or nobody
+// asks.
 struct Totals {
   float largest;
-  int64_t mass, raw_mass;
+  int64_t mass;
 };
 
 __device__ inline Totals total_statistics(Shared& shared, Block& block) {
   const Task& task = shared.task;
-  const Wishes wishes = task.wishes;
-  const float scale = wishes.total ? task.row.scale : kLog2E;
-  Totals totals = {largest_of(shared, block, task.at.maxima), -1, -1};
-  if ((wishes.total || (wishes.raw && !wishes.split)) && totals.largest > kNegInf &&
-      totals.largest < kInf) {
+  Totals totals = {largest_of(shared, block, task.at.maxima), -1};
+  if (task.wishes.total && totals.largest > kNegInf && totals.largest < kInf) {
     totals.mass =
-        mass_of_groups(shared, block, task.at.maxima, task.at.sums, totals.largest, scale);
-    if (wishes.both) {
-      totals.raw_mass =
-          mass_of_groups(shared, block, task.at.maxima, task.at.raw_sums, totals.largest, kLog2E);
-    } else if (!wishes.split) {
-      // One sum serves as both, but where the temperature differs and raw is not asked for.
-      totals.raw_mass = scale == kLog2E ? totals.mass : -1;
-    }
+        mass_of_groups(shared, block, task.at.maxima, task.at.sums, totals.largest, task.row.scale);
   }
   return totals;
 }
 
 // The mean of z over all tokens.
-__device__ __noinline__ double mean_of_groups(Shared& shared, Block& block) {
+__device__ inline __noinline__ double mean_of_groups(Shared& shared, Block& block) {
   Task& task = shared.task;
   int64_t moment = 0;
   for (int group = block.thread(); group < task.groups; group += kThreads) {
@@ -187,8 +259,8 @@ __device__ inline bool nucleus_bound(Shared& shared, Block& block, const float* 
 // z such that tokens below it, and above 2 * mean - z, weigh less than `share` of the total.
 //
 // What a group holds below z is at most what it holds beside its maximum, and at most 63 * 2**z.
-__device__ __noinline__ float mass_bound(Shared& shared, Block& block, const float* maxima,
-                                         float share, float mean) {
+__device__ inline __noinline__ float mass_bound(Shared& shared, Block& block, const float* maxima,
+                                                float share, float mean) {
   Task& task = shared.task;
   const float scale = task.row.scale;
   const double unit = 1073741824.0 * kOne / static_cast<double>(task.total);

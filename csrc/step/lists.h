@@ -202,8 +202,9 @@ __device__ inline double typical_reach(Shared& shared, Block& block, int count,
 
 // typical_p, epsilon_cutoff and eta_cutoff. from_statistics: the list is the head of all tokens,
 // which weigh task.total and have this mean; z_bound is where it ends. False if it lacks survivors.
-__device__ __noinline__ bool filter_later(Shared& shared, Block& block, int count, Filters& filters,
-                                          bool from_statistics, double mean, double z_bound) {
+__device__ inline __noinline__ bool filter_later(Shared& shared, Block& block, int count,
+                                                 Filters& filters, bool from_statistics,
+                                                 double mean, double z_bound) {
   Task& task = shared.task;
   const int32_t* params = task.row.params;
   const float typical = load_f32(params + kParamTypicalP);

@@ -8,7 +8,7 @@ namespace graphed_sampling {
 
 // Lists the ids that stop ids below min_tokens and bad words ban now, and lets the row know of
 // them and of its biases.
-__device__ __noinline__ void use_lists(Block& block) {
+__device__ inline __noinline__ void use_lists(Block& block) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   const TableLayout& layout = shared.arguments.layout;
@@ -137,7 +137,6 @@ __device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
   for (int i = block.warp(); i < named; i += kWarps) {
     // A set that several tokens name is the first one's.
     const int set = group_at(i) / kGroupsOfSet, first = set * kGroupsOfSet;
-    const float maximum = lane < kGroupsOfSet ? load_now(task.at.maxima + first + lane) : kNegInf;
     float base = kNegInf;
     bool before = false;
     unsigned listed = 0;
@@ -150,6 +149,8 @@ __device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
       base = fmaxf(base, processed(unlisted, load_logit<Logits>(row, token), token));
     }
     if (__any_sync(kAllLanes, before) != 0) continue;
+    // Only now: another warp may be repairing a set that is not this one's.
+    const float maximum = lane < kGroupsOfSet ? load_now(task.at.maxima + first + lane) : kNegInf;
     base = from_key(__reduce_max_sync(kAllLanes, key_of(base)));
     for (int step = 1; step < kWarp; step *= 2) {
       listed |= __shfl_xor_sync(kAllLanes, listed, step);

@@ -223,17 +223,15 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
   if (processed_mode) {
     normaliser.log = log_mass(selection.total);
   } else if (wants_logprob || wants_rank || n > 0 || num_given > 0) {
-    int64_t total = task.raw_total;
     if (task.raw_known) {
       normaliser.largest = task.raw_largest;
-    } else if (total < 0) {
+      normaliser.log = shared.raw_log;
+    } else {
       const bool apart = task.wishes.split || task.wishes.both;
-      const float* sums = apart ? task.at.raw_sums : task.at.sums;
       normaliser.largest = largest_of(shared, block, values);
-      const float scale = apart || !task.wishes.total ? kLog2E : row.scale;
-      total = mass_of_groups(shared, block, values, sums, normaliser.largest, scale);
+      normaliser.log = raw_log(shared, block, values, apart ? task.at.raw_sums : task.at.sums,
+                               normaliser.largest);
     }
-    normaliser.log = task.raw_known ? shared.raw_log : log_mass(total);
   }
 
   for (int i = thread; i < layout.max_logprobs; i += kThreads) {

@@ -249,7 +249,7 @@ __device__ inline PieceBits piece_bits(const Row& row, int first) {
 }
 
 // What processing makes of a piece's sanitised logits.
-__device__ __noinline__ void process_piece(const Row& row, int first, float* y) {
+__device__ inline __noinline__ void process_piece(const Row& row, int first, float* y) {
   if (row.special != kNormal || row.num_bias + row.num_bans > 0) {
 #pragma unroll 1
     for (int i = 0; i < kPiece && first + i < row.vocab; ++i) {

@@ -32,7 +32,6 @@ struct Task {
   float largest;                 // of y, once it is known
   float raw_largest;             // of the logits
   int64_t total;                 // mass of y at the row's temperature, where that is wanted
-  int64_t raw_total;             // mass of the logits; -1 where it is still to be found out
   bool raw_known;                // whether raw_largest and Shared::raw_log are
   uint64_t word;                 // of the draw
   int32_t header[kHeaderWords];  // of the parameters

@@ -14,40 +14,6 @@ constexpr int kShortList = kThreads;
 constexpr int kThreadBits = 8;
 static_assert(kThreads == 1 << kThreadBits);
 
-// The groups that are a thread's, 4 at a time: neighbours, so that ids ascend as threads do.
-struct Owned {
-  int first, vectors, groups;
-
-  __device__ Owned(int groups_, int thread)
-      : vectors((groups_ + 4 * kThreads - 1) / (4 * kThreads)), groups(groups_) {
-    first = thread * 4 * vectors;
-  }
-  // Calls use(i, group) for the first group of each 4. Not unrolled: see above.
-  template <class Use>
-  __device__ void each(Use use) const {
-#pragma unroll 1
-    for (int i = 0; i < vectors && first + 4 * i < groups; ++i) use(i, first + 4 * i);
-  }
-};
-
-struct Vector {
-  float values[4];
-
-  __device__ explicit Vector(const float4& vector) {
-    values[0] = vector.x;
-    values[1] = vector.y;
-    values[2] = vector.z;
-    values[3] = vector.w;
-  }
-  // In shared memory.
-  __device__ explicit Vector(const float* place)
-      : Vector(*reinterpret_cast<const float4*>(place)) {}
-  __device__ float operator[](int i) const { return values[i]; }
-  __device__ float largest() const {
-    return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
-  }
-};
-
 // Evenly spaced places from `high` down, the bins of a histogram.
 struct Scale {
   float slope, offset;
@@ -59,25 +25,6 @@ struct Scale {
     return min(static_cast<int>(fmaxf(__fmaf_rn(-value, slope, offset), 0.0f)), kBins - 1);
   }
 };
-
-// Of statistics that may be in any memory.
-__device__ inline Vector vector_now(const float* place) {
-  return Vector(load_now(reinterpret_cast<const float4*>(place)));
-}
-
-// A thread's part of the sum of groups' weights relative to the largest, which is finite.
-__device__ inline float weight_of_owned(const Owned& owned, const float* maxima, const float* sums,
-                                        const Exponents& exponents) {
-  float weight = 0.0f;
-  owned.each([&](int, int group) {
-    const Vector maximum = vector_now(maxima + group), sum = vector_now(sums + group);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
-    }
-  });
-  return weight;
-}
 
 // The bin in which what lies in the bins before it and in it reaches `needed`; kBins if all of them
 // do not. Every warp finds it by itself.
@@ -211,7 +158,7 @@ __device__ __noinline__ Selection draw_from_short_list(int count, bool ranked, i
 }
 
 // The word of a row's draw.
-__device__ __noinline__ uint64_t draw_word() {
+__device__ inline __noinline__ uint64_t draw_word() {
   const Shared& shared = the_shared();
   const Task& task = shared.task;
   const StepArguments& a = shared.arguments;
@@ -219,14 +166,6 @@ __device__ __noinline__ uint64_t draw_word() {
   return given ? static_cast<uint64_t>(a.words[task.index])
                : philox_word(static_cast<uint64_t>(load_i64(task.header + kParamSeed)),
                              static_cast<uint64_t>(load_i64(task.state + kStatePosition)), 0);
-}
-
-// The natural logarithm of the sum of the raw weights, whose parts warps have left.
-__device__ inline double log_of_parts(const Shared& shared) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += shared.raw_parts[i];
-  return static_cast<double>(lg2_approx(sum)) * kLn2;
 }
 
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
@@ -265,15 +204,12 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     raw_largest = block.max(mine_raw);
   }
   // Not without tokens, and not with infinities.
-  const Exponents raw_exponents = {raw_largest, kLog2E};
   if (!(fabsf(range.high) < kInf)) return false;
 
   // Each warp's part of the raw weights: they are added up when they are asked for.
   if (wishes.raw) {
-    const float part = sum_of_lanes(
-        weight_of_owned(owned, wishes.split ? task.at.raw_maxima : maxima,
-                        wishes.split || wishes.both ? task.at.raw_sums : sums, raw_exponents));
-    if (lane == 0) shared.raw_parts[block.warp()] = part;
+    leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
+                wishes.split || wishes.both ? task.at.raw_sums : sums, raw_largest);
   }
   if (row.has(kLists)) {
     // From here on the statistics are those of y.

@@ -11,6 +11,14 @@ A backend is one module of this package with these names:
     warm_up(layout, device, dtypes) -> None   compile what logits of these dtypes need
     sample_step(...)                          one step, in place: the op of the same name in ops.py
 
+and, where it takes part in `prompt_logprobs`, raw logprobs of given tokens at many positions,
+which have the bits of its step's:
+
+    score_rows(logits, positions, output, layout, *, rank, entropy) -> None
+                                              every position's record, see `layout.PositionRecord`
+    gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size) -> None
+                                              where it has a kernel: their gradients; optional
+
 REFUSES may hold "words" too, the argument of a step. A backend may also have
 
     REMEDIES: Mapping[str, str]               of what it refuses, what would serve

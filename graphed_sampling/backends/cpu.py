@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphed_sampling.backends.position_records import Positions
 from graphed_sampling.layout import TableLayout
 
 Array = np.ndarray[Any, Any]
@@ -83,7 +84,7 @@ def sample_step(
         bitmask_counts, words_count = given.tolist()
         grammar_bitmask = grammar_bitmask if bitmask_counts else None
         words = words if words_count else None
-    kernels = _kernels()
+    kernels = _compiled("step_rows")
     flat_logits, row_stride = _flat_rows(logits)
     flat_bitmask, mask_stride = (
         _flat_rows(grammar_bitmask) if grammar_bitmask is not None else (_EMPTY_INT32, 0)
@@ -115,7 +116,41 @@ def warm_up(
     layout: TableLayout, device: torch.device, logits_dtypes: Sequence[torch.dtype]
 ) -> None:
     """Compiles the kernels, or loads them from numba's cache: a step never waits for it."""
-    _kernels()
+    _compiled("step_rows")
+
+
+def score_rows(
+    logits: Tensor,
+    positions: Positions,
+    output: Tensor,
+    layout: TableLayout,
+    *,
+    rank: bool,
+    entropy: bool,
+) -> None:
+    """Raw logprobs at many positions: see `backends`. The first call of a process compiles."""
+    kernels = _compiled("score_rows")
+    count = positions.rows.shape[0]
+    flat_logits, row_stride = _flat_rows(logits)
+    arguments = (
+        flat_logits.view(torch.uint8).numpy(),
+        _KINDS[logits.dtype],
+        row_stride,
+        positions.rows.contiguous().numpy(),
+        positions.token_ids.contiguous().numpy(),
+        positions.given_ids.reshape(-1).numpy(),
+        layout.max_logprob_ids,
+        output.view(-1).numpy(),
+        rank,
+        entropy,
+        _sizes(layout),
+    )
+    size = kernels.workspace_bytes(layout.vocab_size)
+
+    def score(first: int, last: int) -> None:
+        kernels.score_rows(first, last, *arguments, _buffer(size))
+
+    _for_blocks(score, count, max(1, _TASK_LOGITS // layout.vocab_size))
 
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # cpu_kernels.FLOAT32, ...
@@ -144,24 +179,37 @@ _compiling = threading.Lock()
 
 
 @functools.lru_cache
-def _kernels() -> ModuleType:
-    """The compiled kernels."""
+def _compiled(entry: str) -> ModuleType:
+    """The kernels, with that entry of theirs compiled."""
     with _compiling:
         from graphed_sampling.backends import cpu_kernels
 
+        nothing = {"step_rows": _step_nothing, "score_rows": _score_nothing}[entry]
         # numba looks at the kernels' own file only before it takes them from its cache.
-        if _step_nothing(cpu_kernels) != cpu_kernels.OFFSETS_DIGEST:
-            cpu_kernels.step_rows.recompile()
+        if nothing(cpu_kernels) != cpu_kernels.OFFSETS_DIGEST:
+            getattr(cpu_kernels, entry).recompile()
         return cpu_kernels
+
+
+_NO_LAYOUT = TableLayout(1, 1, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _step_nothing(kernels: ModuleType) -> int:
     """Steps no row, with arguments of the one signature that is used."""
-    layout = TableLayout(1, 1, 0, 0, 0, 0, 0, 0, 0)
     empty = _EMPTY_INT32.numpy()
     digest: int = kernels.step_rows(
         0, 0, np.empty(0, np.uint8), 0, 0, empty, empty, empty, empty, empty,
-        empty, 0, _EMPTY_INT64.numpy(), _sizes(layout), _buffer(0),
+        empty, 0, _EMPTY_INT64.numpy(), _sizes(_NO_LAYOUT), _buffer(0),
+    )  # fmt: skip
+    return digest
+
+
+def _score_nothing(kernels: ModuleType) -> int:
+    """The same of `score_rows`."""
+    empty = _EMPTY_INT64.numpy()
+    digest: int = kernels.score_rows(
+        0, 0, np.empty(0, np.uint8), 0, 0, empty, empty, empty, 0, _EMPTY_INT32.numpy(), False,
+        False, _sizes(_NO_LAYOUT), _buffer(0),
     )  # fmt: skip
     return digest
 

@@ -35,7 +35,15 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from graphed_sampling.layout import FinishReason, Output, Param, ParamFlags, RowFlags, State
+from graphed_sampling.layout import (
+    FinishReason,
+    Output,
+    Param,
+    ParamFlags,
+    PositionRecord,
+    RowFlags,
+    State,
+)
 from graphed_sampling.philox import Stream
 
 GROUP: Final = 64
@@ -321,6 +329,12 @@ def _mass_bits(z):
     Left as the bits of a float64, so that a loop over it stays in vector registers: the sum of
     n masses is the sum of n of these less n * _ROUND_BITS (modulo 2^64).
     """
+    return _bits64(_weight(z) + _ROUND)
+
+
+@_jit
+def _weight(z):
+    """2^40 * 2^z, for -64 <= z <= 0."""
     t = z + (_ROUND + _MASS_BITS)  # so that the shift below scales by 2^40, too
     f = z - (t - (_ROUND + _MASS_BITS))
     p = _EXP2[7] * f + _EXP2[6]
@@ -331,8 +345,7 @@ def _mass_bits(z):
     p = p * f + _EXP2[1]
     p = p * f + _EXP2[0]
     p = p * f + 1.0
-    scaled = _float64(_bits64(p) + (_bits64(t) << 52))
-    return _bits64(scaled + _ROUND)
+    return _float64(_bits64(p) + (_bits64(t) << 52))
 
 
 @_jit
@@ -1121,19 +1134,25 @@ def _count_larger(groups, value, ws):
 
 
 @_jit
-def _clear_record(output, o, off):
-    """A record that says nothing was drawn; the lists unasked for."""
+def _clear_lists(output, o, off):
+    """Lists that nothing was asked of."""
     nan = _bits32(_NAN)
-    for j in range(off.output_words):
-        output[o + j] = 0
-    _write64(output, o + Output.TOKEN_ID, np.int64(-1))
-    output[o + Output.LOGPROB] = nan
     for j in range(2 * off.max_logprobs):
         output[o + off.top_ids + j] = -1
     for j in range(off.max_logprobs):
         output[o + off.top_logprobs + j] = nan
     for j in range(off.max_logprob_ids):
         output[o + off.given_logprobs + j] = nan
+
+
+@_jit
+def _clear_record(output, o, off):
+    """A record that says nothing was drawn; the lists unasked for."""
+    for j in range(off.output_words):
+        output[o + j] = 0
+    _write64(output, o + Output.TOKEN_ID, np.int64(-1))
+    output[o + Output.LOGPROB] = _bits32(_NAN)
+    _clear_lists(output, o, off)
 
 
 @_jit
@@ -1411,14 +1430,105 @@ def _processed_logprob(token, count, threshold, maximum, scale, log_total, ws):
     return np.float32(z * _LN2 - log_total)
 
 
+# --------------------------------------------------------------------------- a given token
+
+
+@_jit
+def _raw_entropy(groups, maximum, log_norm, ws):
+    """The entropy in nats of a row in raw form; NaN without a finite entry."""
+    if maximum == _INF:
+        return np.float32(log_norm)
+    if maximum == -_INF:
+        return _NAN
+    # 64 partial sums, each in the order of the ids: a function of the row, and vectors.
+    totals, moments = ws.z[:GROUP], ws.lanes
+    totals[:] = 0.0
+    moments[:] = 0.0
+    top = np.float64(maximum)
+    for group in range(groups):
+        # Below, weights are 2^-42 and less of the largest.
+        if (np.float64(_value(ws.group_keys[group])) - top) * _LOG2_E > -42.0:
+            _add_moments(ws.y, group, top, totals, moments)
+    total, moment = 0.0, 0.0
+    for j in range(GROUP):
+        total += totals[j]
+        moment += moments[j]
+    return np.float32(max(math.log(total / _ONE) - moment / total * _LN2, 0.0))
+
+
+@_jit
+def _add_moments(y, group, maximum, totals, moments):
+    """Adds a group's weights, and weights times z, to 64 partial sums of each."""
+    _prefer_wide_vectors()
+    values = y[group * GROUP : group * GROUP + GROUP]
+    for j in range(GROUP):
+        z = (np.float64(values[j]) - maximum) * _LOG2_E
+        z = z if z > _Z_MIN else _Z_MIN  # NaN, too: its weight is 2^-64
+        weight = _weight(z)
+        totals[j] += weight
+        moments[j] += weight * z
+
+
+@_jit_once
+def _score_row(
+    position, logits, kind, start, token, given_ids, num_given, output, rank, entropy, off, ws
+):
+    """The record of a position whose row starts at entry `start`; start < 0: it has none."""
+    o = position * off.output_words
+    for j in range(off.output_words):
+        output[o + j] = 0
+    _clear_lists(output, o, off)
+    output[o + PositionRecord.LARGEST] = _bits32(-_INF)
+    output[o + PositionRecord.LOGPROB] = _bits32(_NAN)
+    output[o + PositionRecord.ENTROPY] = _bits32(_NAN)
+    if start < 0:
+        output[o + PositionRecord.FLAGS] = _R_PADDING
+        return
+    size = off.vocab_size
+    groups = (size + GROUP - 1) // GROUP
+    row_flags = _R_NAN if _load_row(logits, kind, start, size, ws) else 0
+    maximum, log_norm = _raw_normaliser(groups, ws)
+    if maximum == _INF:
+        row_flags |= _R_POS_INF
+    elif maximum == -_INF:
+        row_flags |= _R_EMPTY
+    output[o + PositionRecord.LARGEST] = _bits32(maximum)
+    output[o + PositionRecord.LOG_NORMALISER] = _bits32(np.float32(log_norm))
+    output[o + PositionRecord.FLAGS] = row_flags
+    if off.max_logprobs > 0:
+        _write_raw_top(output, o, off, off.max_logprobs, groups, maximum, log_norm, ws)
+    if entropy:
+        output[o + PositionRecord.ENTROPY] = _bits32(_raw_entropy(groups, maximum, log_norm, ws))
+    if token >= 0:
+        logit = _logit(logits, kind, start + token)
+        output[o + PositionRecord.LOGPROB] = _bits32(_raw_logprob(logit, maximum, log_norm))
+        if rank:
+            value = logit if logit > -_INF else -_INF
+            output[o + PositionRecord.RANK] = 1 + _count_larger(groups, value, ws)
+    for k in range(num_given):
+        given = given_ids[position * num_given + k]
+        if given >= 0:
+            logprob = _raw_logprob(_logit(logits, kind, start + given), maximum, log_norm)
+            output[o + off.given_logprobs + k] = _bits32(logprob)
+
+
 def _offsets_digest() -> int:
     """A number that changes with the record offsets, which the compiled code holds as constants."""
-    kinds: tuple[type[IntEnum], ...] = (Param, State, Output)
+    kinds: tuple[type[IntEnum], ...] = (Param, State, Output, PositionRecord)
     text = repr([sorted(kind.__members__.items()) for kind in kinds])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 OFFSETS_DIGEST: Final = _offsets_digest()
+
+
+@_jit
+def _offsets(sizes):
+    return Offsets(
+        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
+        sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15],
+        sizes[16], sizes[17], sizes[18], sizes[19], sizes[20], sizes[21], sizes[22],
+    )  # fmt: skip
 
 
 @_entry
@@ -1433,11 +1543,7 @@ def step_rows(
     sizes: int64, the fields of `Offsets`, in order (a named tuple takes 50 us to pass).
     buffer: uint8, `workspace_bytes` of this thread's, 64-byte aligned.
     """
-    off = Offsets(
-        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-        sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15],
-        sizes[16], sizes[17], sizes[18], sizes[19], sizes[20], sizes[21], sizes[22],
-    )  # fmt: skip
+    off = _offsets(sizes)
     if first < last:
         ws = _workspace(buffer, off.vocab_size)
         for row in range(first, last):
@@ -1445,5 +1551,29 @@ def step_rows(
             _step_row(
                 row, np.int64(slots[row]), logits, kind, row * row_stride, params, state, tables,
                 output, bitmask, mask_at, words, off, ws,
+            )  # fmt: skip
+    return OFFSETS_DIGEST
+
+
+@_entry
+def score_rows(
+    first, last, logits, kind, row_stride, rows, token_ids, given_ids, num_given, output, rank,
+    entropy, sizes, buffer,
+):  # fmt: skip
+    """Fills the records of positions [first, last). Returns OFFSETS_DIGEST as it was compiled in.
+
+    logits, kind, row_stride, sizes, buffer: as for `step_rows`. rows: int64, the row of each
+    position, negative for none. token_ids, given_ids: int64, flat, negative for none. output:
+    int32, flat, of `PositionRecord`.
+    """
+    off = _offsets(sizes)
+    if first < last:
+        ws = _workspace(buffer, off.vocab_size)
+        for position in range(first, last):
+            row = rows[position]
+            start = row * row_stride if row >= 0 else -1
+            _score_row(
+                position, logits, kind, start, token_ids[position], given_ids, num_given, output,
+                rank, entropy, off, ws,
             )  # fmt: skip
     return OFFSETS_DIGEST

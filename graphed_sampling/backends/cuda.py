@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphed_sampling._build_info import build_info
+from graphed_sampling.backends.position_records import Positions
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "cuda"
@@ -30,6 +31,9 @@ _BY_ROW: Final = 1  # which of the header's words
 _OF_GROUP: Final = 7
 _BRACKET: Final = 2 * 16384
 _LISTED: Final = 2048
+# And of the kernel of many positions: blocks at most, and groups that shared memory holds.
+_SCORING_BLOCKS: Final = 512
+_SHARED_GROUPS: Final = 4096
 
 
 def unusable(device: torch.device) -> str:
@@ -129,3 +133,35 @@ def sample_step(
         None if words is None else words.contiguous(),
         given,
     )
+
+
+def score_rows(
+    logits: Tensor,
+    positions: Positions,
+    output: Tensor,
+    layout: TableLayout,
+    *,
+    rank: bool,
+    entropy: bool,
+) -> None:
+    """Raw logprobs at many positions: see `backends`."""
+    scratch = torch.empty(
+        _score_scratch_words(layout, entropy), dtype=torch.int32, device=logits.device
+    )
+    torch.ops.graphed_sampling.cuda_score_rows(
+        logits,
+        positions.rows.contiguous(),
+        positions.token_ids.contiguous(),
+        positions.given_ids.contiguous(),
+        output,
+        scratch,
+        layout.to_ints(),
+        rank,
+        entropy,
+    )
+
+
+def _score_scratch_words(layout: TableLayout, entropy: bool) -> int:
+    """int32 words of scratch: of each block three values of every group, where it needs any."""
+    groups = -(-layout.vocab_size // (_GROUP * _GROUPS_OF_TILE)) * _GROUPS_OF_TILE
+    return _SCORING_BLOCKS * 3 * groups if entropy or groups > _SHARED_GROUPS else 0

@@ -21,6 +21,11 @@ from torch import Tensor
 
 from graphed_sampling.backends import exact_math
 from graphed_sampling.backends.exact_math import LN_2, MASS_BITS
+from graphed_sampling.backends.position_records import (
+    PositionColumns,
+    Positions,
+    write_positions,
+)
 from graphed_sampling.layout import (
     HEADER_WORDS,
     FinishReason,
@@ -289,10 +294,7 @@ def _draw_chunk(
 ) -> _Drawn:
     layout = rows.layout
     vocab_size = layout.vocab_size
-    raw = logits[:, :vocab_size].float()
-    is_nan = raw.isnan()
-    # Adding zero turns -0.0 into 0.0.
-    raw = raw.masked_fill(is_nan, -torch.inf).add_(0.0)
+    raw, is_nan = sanitised(logits, vocab_size)
     y, positive_infinity, empty = _process(raw, rows, tables, allowed)
     kept = _filter(y, rows)
     token = kept.draw(word)
@@ -325,6 +327,14 @@ def _draw_chunk(
         positive_infinity=positive_infinity,
         empty=empty,
     )
+
+
+def sanitised(logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """fp32 [c, vocab_size], NaN as -inf and -0.0 as 0.0; and bool, where NaN was."""
+    raw = logits[:, :vocab_size].float()
+    is_nan = raw.isnan()
+    # Adding zero turns -0.0 into 0.0.
+    return raw.masked_fill(is_nan, -torch.inf).add_(0.0), is_nan
 
 
 def _process(
@@ -647,3 +657,121 @@ def _advance(state: Tensor, tables: Tensor, rows: _Rows, token: Tensor, finish: 
     count = tables.index_select(0, count_at).masked_fill_((bits & bit) == 0, 0) + 1
     tables.index_copy_(0, count_at, count)
     tables.index_copy_(0, word, (bits | bit).to(torch.int32))
+
+
+# Logprobs at many positions.
+
+# Of logits whose entropy is taken at a time, in float64 and int64: some 100 MB of them.
+ENTROPY_ELEMENTS: Final = 2**21
+
+
+def score_rows(
+    logits: Tensor,
+    positions: Positions,
+    output: Tensor,
+    layout: TableLayout,
+    *,
+    rank: bool,
+    entropy: bool,
+) -> None:
+    """Raw logprobs at many positions: see `backends`. It reads every row, chosen or not."""
+    count = positions.rows.shape[0]
+    chunk_rows = max(1, _CHUNK_ELEMENTS // layout.vocab_size)
+    for start in range(0, count, chunk_rows):
+        part = slice(start, min(start + chunk_rows, count))
+        chunk = positions.chunk(part)
+        _score_chunk(
+            chunk.logits(logits, part), chunk, output[part], layout, rank=rank, entropy=entropy
+        )
+
+
+def _score_chunk(
+    logits: Tensor,
+    chunk: Positions,
+    output: Tensor,
+    layout: TableLayout,
+    *,
+    rank: bool,
+    entropy: bool,
+) -> None:
+    token_ids, given_ids, chosen = chunk.token_ids, chunk.given_ids, _column(chunk.rows >= 0)
+    raw, is_nan = sanitised(logits, layout.vocab_size)
+    count, missing = layout.max_logprobs, layout.max_logprobs
+    ids = [_column(token_ids), given_ids]
+    if count:
+        count = min(count, layout.vocab_size)
+        missing -= count
+        ids.append(_top(raw, count))
+    all_ids = torch.cat(ids, 1)
+    at_ids = raw.gather(1, all_ids.clamp(min=0))
+    maximum, total = _raw_sums(raw)
+    exact = raw_logprobs(at_ids, maximum, total)
+    logprobs = exact.float().masked_fill_((all_ids < 0) | ~chosen, math.nan)
+    top_ids = torch.nn.functional.pad(
+        all_ids[:, all_ids.shape[1] - count :].masked_fill(
+            exact[:, exact.shape[1] - count :] == -torch.inf, -1
+        ),
+        (0, missing),
+        value=-1,
+    )
+    top = logprobs[:, logprobs.shape[1] - count :]
+    top = torch.nn.functional.pad(top, (0, missing), value=-math.inf)
+    ranks = torch.zeros_like(token_ids)
+    if rank:
+        ranks = (raw > at_ids[:, :1]).sum(1).add_(1).masked_fill_(token_ids < 0, 0)
+    entropies = torch.full_like(maximum, math.nan)
+    if entropy:
+        entropies = mode_entropies(raw, maximum, None, None)
+    infinite, empty = maximum == torch.inf, maximum == -torch.inf
+    flags = (
+        is_nan.any(1) * int(RowFlags.NAN)
+        + infinite * int(RowFlags.POS_INF)
+        + empty * int(RowFlags.EMPTY)
+    )
+    log_normaliser = exact_math.log(total.clamp(min=1).double() * (1.0 / _SCALE))
+    write_positions(
+        output, layout, chosen,
+        PositionColumns(
+            maximum, log_normaliser.masked_fill(empty, 0.0), logprobs[:, 0], ranks,
+            torch.zeros_like(ranks), entropies, flags, top_ids, top,
+            logprobs[:, 1 : 1 + given_ids.shape[1]],
+        ),
+    )  # fmt: skip
+
+
+def mode_entropies(
+    values: Tensor, maximum: Tensor, inverse_temperature: Tensor | None, kept: Tensor | None
+) -> Tensor:
+    """fp32 [c]: entropies in nats of the distributions over sanitised or processed logits [c, V].
+
+    maximum: fp32 [c], the rows' own; +inf where the +inf entries alone count, -inf of empty rows,
+    whose entropy is NaN. inverse_temperature: float64 [c], log2(e) / T, default T = 1. kept: bool
+    [c, V], the survivors, among them the maximum; default all.
+    """
+    step = max(1, ENTROPY_ELEMENTS // values.shape[1])
+    parts = []
+    for start in range(0, values.shape[0], step):
+        part = slice(start, start + step)
+        top = _column(maximum[part])
+        scale = LOG2_E if inverse_temperature is None else _column(inverse_temperature[part])
+        finite_top = top.double().masked_fill(top.isinf(), 0.0)
+        z = (values[part].double() - finite_top) * scale
+        z.masked_fill_(top == torch.inf, -1000.0).masked_fill_(values[part] == top, 0.0)
+        z.clamp_(min=-1000.0, max=0.0)
+        masses = exact_math.masses(exact_math.exp2(z))
+        masses.masked_fill_(values[part] == -torch.inf, 0)
+        if kept is not None:
+            masses.masked_fill_(~kept[part], 0)
+        total = masses.sum(1, keepdim=True)
+        mean = _mean_z(z, masses, total.clamp(min=1).double())
+        log_total = exact_math.log(total.clamp(min=1).double() * (1.0 / _SCALE))
+        entropy = (log_total - mean * LN_2).clamp_(min=0.0)
+        parts.append(entropy.masked_fill_(total == 0, math.nan)[:, 0].float())
+    return torch.cat(parts) if parts else maximum.new_empty(0)
+
+
+def leading(values: Tensor, count: Tensor) -> Tensor:
+    """bool [c, V]: the first count (int64 [c]) of each row by (value descending, id ascending)."""
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
+    rank = torch.arange(values.shape[1], device=values.device).expand_as(order)
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(1, order, rank < _column(count))

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphed_sampling.backends.position_records import Forward, Positions, Upstream
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "triton"
@@ -61,6 +62,11 @@ _STREAM_32_BITS: Final = {"num_warps": 4, "maxnreg": 40}
 _FINISH: Final = {"num_warps": 4, "maxnreg": 128}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
 _DENSE_PROGRAMS: Final = 264  # that share what `finish` leaves: mostly nothing
+# Of `survey` and `score`: how many rows a program takes a tile of, and the scratch of the rows that
+# they take at a time, whose statistics the L2 then still holds.
+_SURVEY_ROWS: Final = 4
+_SCORE_BYTES: Final = 64 * 2**20
+_SCORE: Final = {"num_warps": 4, "maxnreg": 64}
 _INTERPRETER_LOCK: Final = threading.Lock()
 
 
@@ -382,6 +388,136 @@ def sample_step(
     with interpreter_lock():
         for launch in launches(arguments, layout, slots.shape[0], logits.device):
             launch()
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """What `survey` and `score` are compiled for."""
+
+    rank: bool
+    entropy: bool
+
+
+def scoring_launches(
+    logits: Any,
+    stride: int,
+    unit: int,
+    rows: Any,
+    token_ids: Any,
+    given_ids: Any,
+    output: Any,
+    scratch: Any,
+    layout: TableLayout,
+    count: int,
+    device: torch.device,
+    wishes: _Scoring,
+) -> Iterator[_Launch]:
+    """The launches for `count` positions; tensors, or for a compilation their dtypes."""
+    kernels, at = _kernels(), _scratch(layout)
+    pdl = has_pdl(device)
+    itemsize = logits.itemsize if isinstance(logits, torch.dtype) else logits.element_size()
+
+    def options(launch: dict[str, int]) -> dict[str, Any]:
+        keywords: dict[str, Any] = {"UNIT": unit, "PDL": pdl}
+        if device.type == "cuda":
+            keywords |= {"num_warps": launch["num_warps"], "enable_fp_fusion": False}
+            if torch.version.hip is None:
+                keywords |= {"maxnreg": launch["maxnreg"], "launch_pdl": pdl}
+        return keywords
+
+    words, units = _score_words(layout) // 32, layout.vocab_size // unit
+    yield _Launch(
+        kernels.survey,
+        (-(-count // _SURVEY_ROWS), at.groups * GROUP // TILE),
+        (logits, stride // unit, rows, count, scratch, words, units, at.groups // 64),
+        {"ROWS": _SURVEY_ROWS, "ENTROPY": wishes.entropy}
+        | options(_STREAM_32_BITS if itemsize == 4 else _STREAM_16_BITS),
+    )
+    top = layout.max_logprobs > 0
+    yield _Launch(
+        kernels.score,
+        (count,),
+        (
+            logits, stride // unit, rows, token_ids, given_ids, output, layout.output_words,
+            scratch, words, _score_list(layout), units, at.groups // 64, layout.max_logprobs,
+            layout.max_logprob_ids,
+        ),
+        {"TOP": top, "RANK": wishes.rank, "ENTROPY": wishes.entropy, "SUPER": at.super_groups}
+        | options(_FINISH if top or wishes.rank else _SCORE),
+    )  # fmt: skip
+
+
+def _score_list(layout: TableLayout) -> int:
+    """Where a position's list of candidates begins in its scratch: behind what `_scratch` has
+    before the masses."""
+    return _scratch(layout).masses
+
+
+def _score_words(layout: TableLayout) -> int:
+    words = _score_list(layout) + 2 * LISTED
+    return words + -words % 32
+
+
+def score_rows(
+    logits: Tensor,
+    positions: Positions,
+    output: Tensor,
+    layout: TableLayout,
+    *,
+    rank: bool,
+    entropy: bool,
+) -> None:
+    """Raw logprobs at many positions: see `backends`. The first call of a kind compiles."""
+    count, words = positions.rows.shape[0], _score_words(layout)
+    stride = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
+    unit = _unit(logits, stride, layout.vocab_size)
+    at_once = min(max(_SCORE_BYTES // (4 * words), 1), count)
+    scratch = torch.empty(at_once * words, dtype=torch.int32, device=logits.device)
+    with interpreter_lock():
+        for start in range(0, count, at_once):
+            part = slice(start, min(start + at_once, count))
+            for launch in scoring_launches(
+                logits, stride, unit, positions.rows[part].contiguous(),
+                positions.token_ids[part].contiguous(), positions.given_ids[part].contiguous(),
+                output[part], scratch, layout, part.stop - start, logits.device,
+                _Scoring(rank, entropy),
+            ):  # fmt: skip
+                launch()
+
+
+def gradient_rows(
+    result: Tensor,
+    logits: Tensor,
+    positions: Positions,
+    upstream: Upstream,
+    forward: Forward,
+    scale: Tensor | None,
+    vocab_size: int,
+) -> None:
+    """Gradients of positions in order, of rows without filters: see `backends`."""
+    count = positions.rows.shape[0]
+    if count == 0:
+        return
+    gradients = upstream.gradients.masked_fill(~upstream.counts(), 0.0)
+    strides = [t.stride(0) if count > 1 else t.shape[1] for t in (logits, result)]
+    unit = min(_unit(logits, strides[0], vocab_size), _unit(result, strides[1], vocab_size))
+    ids, entropies = upstream.ids.contiguous(), forward.entropies.contiguous()
+    of_entropies = entropies if upstream.of_entropies is None else upstream.of_entropies
+    keywords: dict[str, Any] = {
+        "ENTROPY": upstream.of_entropies is not None,
+        "SCALED": scale is not None,
+        "UNIT": unit,
+    }
+    if logits.device.type == "cuda":
+        keywords |= {"num_warps": 4}
+    with interpreter_lock():
+        _kernels().differentiate[(count, -(-vocab_size // TILE))](
+            logits, strides[0] // unit, result, strides[1] // unit, positions.rows.contiguous(),
+            ids, gradients.contiguous(), ids.shape[1], -gradients.sum(1),
+            forward.normalisers.contiguous(), entropies, of_entropies.contiguous(),
+            entropies if scale is None else scale.reshape(-1).contiguous(), vocab_size // unit,
+            **keywords,
+        )  # fmt: skip
 
 
 def warm_up(

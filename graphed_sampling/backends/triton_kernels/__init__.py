@@ -18,6 +18,8 @@ checked afterwards, go as the compiler likes, though in every batch alike.
     drawing      the kernels `probabilities` and `conclude`: where FlashInfer draws, what comes
                  before and after; the others then find out what is to be drawn from. And `ask`:
                  where FlashInfer finds the best tokens of rows with top_k, how many of them
+    scoring      the kernels `survey` and `score`: logprobs of given tokens at many positions
+    gradients    the kernel `differentiate`: those of such logprobs, and of entropies
 
 LAW, of all kernels: whether ties at a cut all stay (KEEP_TIES), whether top_p counts the mass of
 all tokens, not of those that top_k keeps (JOINT), whether somebody else draws (DECIDE), or finds
@@ -30,6 +32,18 @@ largest, q the integer mass rint(2**z * 2**40).
 from graphed_sampling.backends.triton_kernels.dense_rows import dense
 from graphed_sampling.backends.triton_kernels.drawing import ask, conclude, probabilities
 from graphed_sampling.backends.triton_kernels.finishing import finish
+from graphed_sampling.backends.triton_kernels.gradients import differentiate
+from graphed_sampling.backends.triton_kernels.scoring import score, survey
 from graphed_sampling.backends.triton_kernels.streaming import stream
 
-__all__ = ["ask", "conclude", "dense", "finish", "probabilities", "stream"]
+__all__ = [
+    "ask",
+    "conclude",
+    "dense",
+    "differentiate",
+    "finish",
+    "probabilities",
+    "score",
+    "stream",
+    "survey",
+]

@@ -11,7 +11,15 @@ from graphed_sampling.backends import triton as host
 from graphed_sampling.backends.exact_math import EXP2_COEFFICIENTS
 from graphed_sampling.backends.exact_math import LN_2 as _LN_2
 from graphed_sampling.backends.exact_math import MASS_BITS as _MASS_BITS
-from graphed_sampling.layout import FinishReason, Output, Param, ParamFlags, RowFlags, State
+from graphed_sampling.layout import (
+    FinishReason,
+    Output,
+    Param,
+    ParamFlags,
+    PositionRecord,
+    RowFlags,
+    State,
+)
 from graphed_sampling.params import LOG2_E as _LOG2_E
 
 
@@ -145,6 +153,13 @@ O_FINISH_REASON = _constant(int(Output.FINISH_REASON))
 O_FLAGS = _constant(int(Output.FLAGS))
 O_GENERATION = _constant(int(Output.GENERATION))
 O_LISTS = _constant(int(Output.LISTS))
+POSITION_LARGEST = _constant(int(PositionRecord.LARGEST))
+POSITION_LOG = _constant(int(PositionRecord.LOG_NORMALISER))
+POSITION_LOGPROB = _constant(int(PositionRecord.LOGPROB))
+POSITION_RANK = _constant(int(PositionRecord.RANK))
+POSITION_NUM_KEPT = _constant(int(PositionRecord.NUM_KEPT))
+POSITION_ENTROPY = _constant(int(PositionRecord.ENTROPY))
+POSITION_FLAGS = _constant(int(PositionRecord.FLAGS))
 R_PADDING = _constant(int(RowFlags.PADDING))
 R_NAN = _constant(int(RowFlags.NAN))
 R_POS_INF = _constant(int(RowFlags.POS_INF))

@@ -55,6 +55,7 @@ from graphed_sampling.backends.triton_kernels.constants import (
 from graphed_sampling.backends.triton_kernels.groups import (
     _list_groups,
     _listed_tokens,
+    _statistics,
     _super_masses,
     _super_maxima,
     _top_bound,
@@ -320,9 +321,12 @@ def _processed_token(row, token, special, fallback, num_bias, num_bans):
 @triton.jit(noinline=True)
 def _raw_normaliser(raw_maxima, raw_sums, groups, SUPER: tl.constexpr):
     """The largest of the raw logits, and ln of their weights' sum relative to it."""
-    raw_largest = tl.max(_super_maxima(raw_maxima, groups, SUPER))
     raw_scale = tl.full((), LOG2_E, tl.float32)
-    masses = _super_masses(raw_maxima, raw_sums, groups, raw_largest, raw_scale, SUPER)
+    # Added up as where one sum serves the draw as well: a row's raw logprobs have the same bits
+    # whatever its request asks.
+    _supers, raw_largest, masses = _statistics(raw_maxima, raw_sums, groups, raw_scale, True, SUPER)
+    if (raw_largest == NEG_INF) | (raw_largest == INF):
+        masses = _super_masses(raw_maxima, raw_sums, groups, raw_largest, raw_scale, SUPER)
     return raw_largest, _log_mass(tl.sum(masses))
 
 

@@ -106,6 +106,20 @@ def _store_statistics(at, groups, x, y, split, both, wants_sum, wants_moment, sc
 
 
 @triton.jit
+def _store_plain_statistics(at, groups, x, scale):
+    """Maxima and sums of a tile's groups where nothing is masked or penalised. Returns the maxima.
+
+    A group that holds NaN or +inf, either of which makes its sum NaN, gets the maximum +inf.
+    """
+    grouped = tl.reshape(x.to(tl.float32), [GROUPS_OF_TILE, GROUP])
+    maximum = tl.max(grouped, 1)
+    sums = _sums(grouped, maximum, scale)
+    _store_f32(at, tl.where(sums != sums, INF, maximum + 0.0))
+    _store_f32(at + groups * SUMS, sums)
+    return maximum
+
+
+@triton.jit
 def _packed_bits(bitmap, first_ids, inside):
     """The bits of up to 8 tokens from each of the ids on, which are multiples of that number; above
     them there may be others."""
@@ -189,8 +203,8 @@ def stream(
 ):  # fmt: skip
     """A tile of a row: its groups' maxima and sums. Grid: rows, tiles.
 
-    A group that holds NaN or +inf, either of which makes its sum NaN, gets the maximum +inf, so
-    that `finish` has to look for such groups only where a row's maximum is that.
+    A group that holds NaN or +inf gets the maximum +inf, so that `finish` has to look for such
+    groups only where a row's maximum is that.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -228,11 +242,7 @@ def stream(
                 raw_scale = tl.full((), LOG2_E, tl.float32)
                 first_scale = tl.where(wants_sum, scale, raw_scale)
                 at = row_scratch + first // GROUP + tl.arange(0, GROUPS_OF_TILE)
-                grouped = tl.reshape(x.to(tl.float32), [GROUPS_OF_TILE, GROUP])
-                maximum = tl.max(grouped, 1)
-                sums = _sums(grouped, maximum, first_scale)
-                _store_f32(at, tl.where(sums != sums, INF, maximum + 0.0))
-                _store_f32(at + groups * SUMS, sums)
+                maximum = _store_plain_statistics(at, groups, x, first_scale)
                 both = wants_sum & wants_raw & (scale != raw_scale)
                 if both | wants_moment:
                     # Loaded again: kept until here, the logits would take registers in every row.

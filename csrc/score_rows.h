@@ -1,0 +1,37 @@
+// Raw logprobs of given tokens at many positions: what a step reports of each row, without a draw.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device.h"
+#include "common/layout.h"
+#include "logits_type.h"
+
+namespace graphed_sampling {
+
+// Device memory, as `cuda_score_rows` in graphed_sampling/ops.py describes it; the logits' stride
+// in elements. scratch may be null where `score_rows_scratch_words` is 0.
+struct ScoreArguments {
+  const void* logits;
+  int64_t logits_stride;
+  LogitsType logits_type;
+  const int64_t* rows;  // [positions], the row of each, negative for none
+  int positions;
+  const int64_t* token_ids;  // [positions], negative for none
+  const int64_t* given_ids;  // [positions, layout.max_logprob_ids], negative for none
+  int32_t* output;           // [positions, layout.output_words()], records of positions
+  int32_t* scratch;
+  bool rank, entropy;
+  bool in_shared;  // the launcher chooses it: whether a row's statistics lie in shared memory
+  TableLayout layout;
+};
+
+// int32 words of scratch, whatever is in them, for any number of positions.
+int64_t score_rows_scratch_words(const TableLayout& layout, bool entropy);
+
+// Enqueues 1 to 2**31 - 1 positions. Returns the launch's error. Does not synchronise or allocate,
+// so it can be captured. programmatic: as for `launch_sample_step`.
+cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic,
+                              cudaStream_t stream);
+
+}  // namespace graphed_sampling

@@ -1,0 +1,195 @@
+"""What is asked of many positions: the arguments that the ops of prompt logprobs share, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphed_sampling.backends.position_records import Positions
+from graphed_sampling.checks import check_device, check_vector, check_vocab_size
+from graphed_sampling.layout import TableLayout
+from graphed_sampling.positions import position_layout, scoring_module
+from graphed_sampling.stateless import Filters
+
+MAX_TOP_N: Final = 1024
+"""Of the best tokens at a position."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments that the ops of prompt logprobs share, checked."""
+
+    positions: Positions
+    layout: TableLayout
+    module: Any
+    rank: bool
+    entropy: bool
+
+    @classmethod
+    def check(
+        cls,
+        logits: Tensor,
+        next_token_ids: Tensor,
+        rows: Tensor | None = None,
+        num_rows: Tensor | None = None,
+        given_ids: Tensor | None = None,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        processed: Tensor | None = None,
+        top_n: int = 0,
+        rank: bool = False,
+        entropy: bool = False,
+        vocab_size: int = -1,
+        backend: str = "auto",
+    ) -> Wishes:
+        size = check_vocab_size(logits, vocab_size)
+        return cls.check_rows(
+            logits, size, backend, next_token_ids, rows, num_rows, given_ids, temperature, top_k,
+            top_p, min_p, processed, top_n, rank, entropy,
+        )  # fmt: skip
+
+    @classmethod
+    def check_rows(
+        cls,
+        matrix: Tensor,
+        size: int,
+        backend: str,
+        next_token_ids: Tensor,
+        rows: Tensor | None,
+        num_rows: Tensor | None,
+        given_ids: Tensor | None,
+        temperature: Tensor | None,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        processed: Tensor | None,
+        top_n: int,
+        rank: bool,
+        entropy: bool,
+    ) -> Wishes:
+        """matrix: the logits, or hidden states that logits come from; size: of the vocabulary."""
+        device, count = matrix.device, _count_positions(matrix, rows)
+        check_vector("next_token_ids", next_token_ids, count, torch.int64, device)
+        _check_num_rows(rows, num_rows, device)
+        if given_ids is None:
+            given_ids = next_token_ids.new_empty(count, 0)
+        elif not (
+            given_ids.dim() == 2 and given_ids.shape[0] == count and given_ids.dtype == torch.int64
+        ):
+            raise ValueError(
+                f"given_ids is {given_ids.dtype} {list(given_ids.shape)}: it must be torch.int64 "
+                f"[{count}, number of ids]"
+            )
+        check_device("given_ids", given_ids, device)
+        if not 0 <= top_n <= MAX_TOP_N:
+            raise ValueError(f"top_n = {top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
+        if processed is not None:
+            check_vector("processed", processed, count, torch.bool, device)
+        named: dict[str, tuple[Tensor | None, float, torch.dtype]] = {
+            "temperature": (temperature, 1.0, torch.float32),
+            "top_k": (top_k, 0, torch.int32),
+            "top_p": (top_p, 1.0, torch.float32),
+            "min_p": (min_p, 0.0, torch.float32),
+        }
+        filters = None
+        if processed is not None or any(value is not None for value, _, _ in named.values()):
+            columns = {}
+            for name, (value, off, dtype) in named.items():
+                if value is None:
+                    value = torch.full((count,), off, dtype=dtype, device=device)
+                check_vector(name, value, count, dtype, device)
+                columns[name] = value
+            filters = Filters(**columns).clamped(size)
+        module = scoring_module(backend, device)
+        if num_rows is not None and rows is not None and is_on_cpu(num_rows):
+            _check_numbers("rows", rows[: max(int(num_rows), 0)], matrix.shape[0])
+        elif rows is not None and rows.dtype != torch.bool:
+            _check_numbers("rows", rows, matrix.shape[0])
+        row_of = row_of_each(matrix, rows, num_rows)
+        if is_on_cpu(row_of):
+            # What is not asked for may hold anything.
+            asked = row_of >= 0
+            _check_numbers("next_token_ids", next_token_ids[asked], size)
+            _check_numbers("given_ids", given_ids[asked], size)
+        return cls(
+            Positions(
+                rows=row_of,
+                in_order=in_order_of(rows),
+                token_ids=accepted_ids(next_token_ids, size),
+                given_ids=accepted_ids(given_ids, size),
+                filters=filters,
+                processed=processed,
+            ),
+            position_layout(size, top_n, given_ids.shape[1]),
+            module,
+            rank,
+            entropy,
+        )
+
+
+def _count_positions(logits: Tensor, rows: Tensor | None) -> int:
+    """How many positions there are; checks rows: a mask of the logits, or a list of their rows."""
+    if rows is None:
+        return logits.shape[0]
+    if rows.dtype == torch.bool:
+        check_vector("rows", rows, logits.shape[0], torch.bool, logits.device)
+    elif not (rows.dim() == 1 and rows.dtype == torch.int64):
+        raise ValueError(
+            f"rows is {rows.dtype} {list(rows.shape)}: it must be a mask, torch.bool "
+            f"[{logits.shape[0]}], or a list of rows, torch.int64 [m]"
+        )
+    check_device("rows", rows, logits.device)
+    return rows.shape[0]
+
+
+def _check_num_rows(rows: Tensor | None, num_rows: Tensor | None, device: torch.device) -> None:
+    if num_rows is None:
+        return
+    if rows is None or rows.dtype == torch.bool:
+        raise ValueError("num_rows is the length of a list of rows: rows must be torch.int64 [m]")
+    check_vector("num_rows", num_rows, 1, torch.int32, device)
+
+
+def in_order_of(rows: Tensor | None) -> bool:
+    return rows is None or rows.dtype == torch.bool
+
+
+def row_of_each(logits: Tensor, rows: Tensor | None, num_rows: Tensor | None) -> Tensor:
+    """int64 [m]: the row of each position, -1 for none."""
+    count = _count_positions(logits, rows)
+    place = torch.arange(count, device=logits.device)
+    if rows is None:
+        return place
+    if rows.dtype == torch.bool:
+        return place.masked_fill(~rows, -1)
+    outside = (rows < 0) | (rows >= logits.shape[0])
+    if num_rows is not None:
+        outside |= place >= num_rows
+    return rows.masked_fill(outside, -1)
+
+
+def accepted_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """ids, -1 where there is none: negative, or on the device outside the vocabulary."""
+    return ids.masked_fill((ids < 0) | (ids >= vocab_size), -1)
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether its values can be looked at without waiting for a device; a fake has none."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor
+
+
+def _check_numbers(name: str, numbers: Tensor, end: int) -> None:
+    """ValueError for CPU tensors that hold what is neither -1 nor in [0, end)."""
+    if not is_on_cpu(numbers) or not numbers.numel():
+        return
+    low, high = (int(v) for v in numbers.aminmax())
+    if low < -1 or high >= end:
+        wrong = low if low < -1 else high
+        raise ValueError(
+            f"{name} holds {wrong}, which is not accepted: -1 for none, or in [0, {end})"
+        )

@@ -1,0 +1,278 @@
+"""Logprobs from hidden states and the LM head's weight, a chunk of logits at a time."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphed_sampling import (
+    PromptLogprobs,
+    SamplingParams,
+    UnsupportedFeatureError,
+    linear_logprobs,
+    prompt_logprobs,
+)
+
+OPS = torch.ops.graphed_sampling
+N, H, V = 11, 6, 70
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PROCESSED = SamplingParams(temperature=0.7, top_k=20, logprobs_mode="processed")
+WARM = SamplingParams(temperature=1.4, logprobs_mode="processed")
+
+
+def inputs(dtype: torch.dtype = torch.float32, width: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(N, H, generator=generator).to(dtype)
+    weight = torch.randn(width, H, generator=generator).to(dtype)
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk_rows", [0, 1, 4, N, 100])
+@pytest.mark.parametrize("params", [None, PROCESSED, WARM], ids=["raw", "filtered", "warm"])
+def test_it_is_prompt_logprobs_of_the_product(
+    params: SamplingParams | None, chunk_rows: int
+) -> None:
+    """Matrix products of other shapes round otherwise, so not bit for bit."""
+    hidden, weight, tokens = inputs()
+    given = torch.randint(V, (N, 2), generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {
+        "params": params, "given_ids": given, "top_n": 3, "rank": True, "entropy": True
+    }  # fmt: skip
+    got = linear_logprobs(hidden, weight, tokens, chunk_rows=chunk_rows, **options)
+    expected = prompt_logprobs(hidden @ weight.t(), tokens, **options)
+    assert torch.equal(got.top_token_ids, expected.top_token_ids)
+    for name in ("ranks", "num_kept", "flags"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+    for name in ("logprobs", "given_logprobs", "top_logprobs", "entropies", "normalisers"):
+        a, b = getattr(got, name), getattr(expected, name)
+        assert torch.allclose(a, b, atol=2e-5, equal_nan=True), name
+
+
+def test_the_rows_asked_for_alone() -> None:
+    hidden, weight, tokens = inputs()
+    hidden[3] = math.nan
+    whole = linear_logprobs(hidden, weight, tokens, rank=True)
+    mask = torch.arange(N) % 2 == 0
+    masked = linear_logprobs(hidden, weight, tokens, rows=mask, rank=True, chunk_rows=4)
+    assert masked.logprobs[~mask].isnan().all() and not masked.ranks[~mask].any()
+    assert torch.allclose(masked.logprobs[mask], whole.logprobs[mask], atol=2e-5)
+    rows = torch.tensor([5, 2, -1, 5, 7])
+    listed = linear_logprobs(
+        hidden, weight, tokens[rows], rows=rows, num_rows=torch.tensor([4], dtype=torch.int32),
+        chunk_rows=2,
+    )  # fmt: skip
+    assert listed.logprobs.isnan().tolist() == [False, False, True, False, True]
+    assert torch.allclose(listed.logprobs[[0, 1, 3]], whole.logprobs[[5, 2, 5]], atol=2e-5)
+
+
+def test_a_padded_vocabulary_counts_for_nothing() -> None:
+    hidden, weight, tokens = inputs(width=V + 3)
+    weight[V:] = 100.0
+    weight.requires_grad_()
+    got = linear_logprobs(hidden, weight, tokens, vocab_size=V)
+    expected = prompt_logprobs(hidden @ weight[:V].t(), tokens)
+    assert torch.allclose(got.logprobs, expected.logprobs, atol=2e-5)
+    got.logprobs.sum().backward()
+    assert weight.grad is not None and not weight.grad[V:].any() and weight.grad[:V].any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def test_never_all_logits_forward_or_backward() -> None:
+    hidden, weight, tokens = inputs()
+    hidden, weight = hidden.repeat(8, 1).requires_grad_(), weight.requires_grad_()
+    tokens = tokens.repeat(8)
+    with LargestTensor() as largest:
+        got = linear_logprobs(hidden, weight, tokens, entropy=True, chunk_rows=4, backend="torch")
+        (got.logprobs.sum() + got.entropies.sum()).backward()
+    # The op itself is one operation to the dispatcher, whose inner ones are noted too.
+    assert 4 * V <= largest.numel < hidden.shape[0] * V / 4
+
+
+def exact_loss(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, upstream: Tensor, temperature: float
+) -> Tensor:
+    log_p = (hidden @ weight.t() / temperature).log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    return log_p.gather(1, tokens[:, None])[:, 0] @ upstream[0] + entropy @ upstream[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("params", [None, WARM], ids=["raw", "warm"])
+def test_gradients_equal_torch_s_in_float64(
+    params: SamplingParams | None, dtype: torch.dtype
+) -> None:
+    hidden, weight, tokens = inputs(dtype)
+    upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(3))
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    temperature = 1.0 if params is None else params.temperature
+    exact_loss(exact[0], exact[1], tokens, upstream.double(), temperature).backward()
+    ours = [t.clone().requires_grad_() for t in (hidden, weight)]
+    got = linear_logprobs(ours[0], ours[1], tokens, params=params, entropy=True, chunk_rows=4)
+    (got.logprobs @ upstream[0] + got.entropies @ upstream[1]).backward()
+    # Logits are rounded to the dtype, of which a gradient of size 1 takes so much.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.015}[dtype]
+    for a, b in zip(ours, exact, strict=True):
+        assert a.grad is not None and b.grad is not None and a.grad.dtype == dtype
+        assert torch.allclose(a.grad.double(), b.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_gradients_of_rows_in_a_list_add_up() -> None:
+    hidden, weight, tokens = inputs()
+    rows = torch.tensor([5, 2, -1, 5])
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    chosen = rows[[0, 1, 3]]
+    exact_loss(
+        exact[0][chosen], exact[1], tokens[[0, 1, 3]], torch.ones(2, 3).double(), 1.0
+    ).backward()
+    ours = [t.clone().requires_grad_() for t in (hidden, weight)]
+    got = linear_logprobs(ours[0], ours[1], tokens[:4], rows=rows, entropy=True, chunk_rows=3)
+    (got.logprobs.nansum() + got.entropies.nansum()).backward()
+    for a, b in zip(ours, exact, strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert torch.allclose(a.grad.double(), b.grad, atol=1e-5)
+
+
+def test_only_the_gradient_that_is_wanted() -> None:
+    hidden, weight, tokens = inputs()
+    for index in (0, 1):
+        tensors = [hidden.clone(), weight.clone()]
+        tensors[index].requires_grad_()
+        linear_logprobs(*tensors, tokens).logprobs.sum().backward()
+        assert tensors[index].grad is not None and tensors[1 - index].grad is None
+
+
+def test_gradcheck() -> None:
+    hidden, weight, tokens = inputs()
+    hidden, weight = hidden[:3].requires_grad_(), weight[:5].requires_grad_()
+
+    def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        got = linear_logprobs(
+            hidden, weight, tokens[:3] % 5, params=WARM, top_n=1, entropy=True, chunk_rows=2
+        )
+        return got.logprobs, got.top_logprobs, got.entropies
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that fp32 is coarse: eps is chosen for it
+        assert torch.autograd.gradcheck(scores, (hidden, weight), eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+def test_opcheck_and_compiled_in_full() -> None:
+    hidden, weight, tokens = inputs()
+    arguments = (hidden.requires_grad_(), weight.requires_grad_(), tokens)
+    torch.library.opcheck(
+        OPS.linear_logprobs.default, arguments, {"top_n": 2, "entropy": True, "chunk_rows": 3}
+    )
+    torch.compiler.reset()
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return OPS.linear_logprobs(hidden * 2, weight, tokens)[0].sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(hidden, weight), loss(hidden, weight))
+
+
+def test_no_second_derivative() -> None:
+    hidden, weight, tokens = inputs()
+    weight.requires_grad_()
+    got = linear_logprobs(hidden, weight, tokens)
+    (gradient,) = torch.autograd.grad(got.logprobs.sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("hidden is torch.float64", {"hidden": torch.zeros(N, H).double()}),
+        (r"hidden is torch.float32 \[6\]", {"hidden": torch.zeros(H)}),
+        (r"weight is torch.float32 \[70, 5\]", {"weight": torch.zeros(V, H - 1)}),
+        ("weight is torch.bfloat16", {"weight": torch.zeros(V, H).bfloat16()}),
+        ("next_token_ids is", {"next_token_ids": torch.zeros(N - 1).long()}),
+        ("next_token_ids holds 70", {"next_token_ids": torch.full((N,), V)}),
+        ("vocab_size = 71 is not accepted", {"vocab_size": V + 1}),
+        ("chunk_rows = -1 is not accepted", {"chunk_rows": -1}),
+        ("top_n = -1", {"top_n": -1}),
+    ],
+)
+def test_the_wrong_argument_is_named(match: str, change: dict[str, Any]) -> None:
+    hidden, weight, tokens = inputs()
+    arguments = {"hidden": hidden, "weight": weight, "next_token_ids": tokens, **change}
+    with pytest.raises(ValueError, match=match):
+        linear_logprobs(**arguments)
+
+
+def test_params_that_need_another_filter_raise() -> None:
+    hidden, weight, tokens = inputs()
+    refused = SamplingParams(typical_p=0.9, logprobs_mode="processed")
+    with pytest.raises(UnsupportedFeatureError, match="typical_p"):
+        linear_logprobs(hidden, weight, tokens, params=refused)
+
+
+def test_no_positions() -> None:
+    hidden, weight, _ = inputs()
+    none = torch.zeros(0).long()
+    hidden, weight = hidden[:0].requires_grad_(), weight.requires_grad_()
+    got = linear_logprobs(hidden, weight, none, top_n=2)
+    assert got.logprobs.shape == (0,) and got.top_token_ids.shape == (0, 2)
+    got.logprobs.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu_as_on_the_cpu(dtype: torch.dtype) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        hidden, weight, tokens = (t.to(device) for t in inputs(dtype))
+        tensors = hidden.requires_grad_(), weight.requires_grad_()
+        got = linear_logprobs(*tensors, tokens, entropy=True, chunk_rows=4)
+        (got.logprobs.sum() + got.entropies.sum()).backward()
+        results.append([got.logprobs, got.entropies, *(t.grad for t in tensors)])
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.015}[dtype]
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a.double(), b.cpu().double(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_many_positions_take_less_than_2_gb() -> None:
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GB of device memory")
+    count, width, vocab = 32768, 2048, 151936
+    hidden = torch.randn(count, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    tokens = torch.randint(vocab, (count,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = linear_logprobs(hidden, weight, tokens)
+    assert torch.cuda.max_memory_allocated() - before < 1e9
+    gradients = torch.autograd.grad(got.logprobs.sum(), (hidden, weight))
+    kept = sum(g.numel() * g.element_size() for g in gradients)
+    assert torch.cuda.max_memory_allocated() - before - kept < 2e9
+
+
+def test_the_result_has_the_parts_of_prompt_logprobs() -> None:
+    hidden, weight, tokens = inputs()
+    got = linear_logprobs(hidden, weight, tokens)
+    assert isinstance(got, PromptLogprobs)
+    exact = (hidden.double() @ weight.double().t()).log_softmax(1)
+    assert torch.allclose(got.logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=2e-5)
