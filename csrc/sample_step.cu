@@ -255,17 +255,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int index = static_cast<int>(blockIdx.x / blocks);
   const unsigned part = blockIdx.x % blocks;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  // A lane has a word of a slot's parameters and of its state. Many engines have row i in slot i,
-  // so that slot's are asked for beside the slot itself; if it is another one, another row's block
-  // may be writing that state.
-  const auto parameters_of = [&](int slot) {
-    return a.params + int64_t{slot} * a.layout.params_words();
-  };
-  const auto state_of = [&](int slot) { return a.state + int64_t{slot} * a.layout.state_words(); };
-  const int guess = min(index, a.layout.max_requests);
-  int32_t header = parameters_of(guess)[lane];
-  int32_t state_word = lane < kStateRecent ? load_guess(state_of(guess) + lane) : 0;
   const int given_slot = a.slots[index];
   const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
   // Of few rows the logits are asked for before it is known whether the row has a slot.
@@ -282,6 +271,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
                          reinterpret_cast<uintptr_t>(logits) % 16 == 0};
   const ScratchLayout scratch(a.layout);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   // A block's tiles lie side by side, its warps take them in turns.
   const int tiles = scratch.groups / kGroupsOfTile;
   const int tiles_of_block = ceil_div(tiles, a.blocks_of_row);
@@ -302,12 +292,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     return;
   }
   const int slot = given_slot;
-  int32_t* state = state_of(slot);
-  if (slot != guess) {
-    // Asked for after the logits they would come after them.
-    header = parameters_of(slot)[lane];
-    if (lane < kStateRecent) state_word = state[lane];
-  }
+  // A lane has a word of each. Asked for after the logits they would come after them.
+  const int32_t header = a.params[int64_t{slot} * a.layout.params_words() + lane];
+  int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
+  const int32_t state_word = lane < kStateRecent ? state[lane] : 0;
   if (!early) load_first();
   const auto parameter = [&](int word) { return __shfl_sync(kAllLanes, header, word); };
 

@@ -128,16 +128,6 @@ __device__ __forceinline__ float4 load_now(const float4* place) {
 #endif
 }
 
-// What another block may be writing just now, in which case the caller has no use for it.
-__device__ __forceinline__ int32_t load_guess(const int32_t* place) {
-#ifdef __CUDACC__
-  return __ldcg(place);
-#else
-  const emulation::races::Accesses here(emulation::races::Kind::kGuess);
-  return *place;
-#endif
-}
-
 // Programmatic dependent launch. Wait: until the grids before this one have finished and what they
 // wrote can be seen. Launch: the next grid may start (it waits in turn before it reads).
 __device__ __forceinline__ void grid_dependency_wait() {

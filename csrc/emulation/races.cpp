@@ -371,7 +371,7 @@ bool is_of_exited_block(uintptr_t address) {
 }
 
 void access(const volatile void* address, size_t bytes, bool writes, const void* code) {
-  if (!running || current_kind == Kind::kGuess) return;
+  if (!running) return;
   const auto begin = reinterpret_cast<uintptr_t>(address);
   if (stacks.holds(begin) || bytes == 0) return;
   if (address == &threadIdx.x) return;  // read all the time

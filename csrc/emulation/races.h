@@ -17,7 +17,6 @@ enum class Kind : uint8_t {
   kAtomic,
   kCoherent,  // a load from where all multiprocessors see the same
   kConstant,  // a load that promises that nothing of the launch writes there
-  kGuess,     // a load whose value is not used where others may have written
 };
 
 #ifdef GRAPHED_SAMPLING_RACES
