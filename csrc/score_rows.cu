@@ -15,6 +15,9 @@ namespace {
 
 // Registers for two blocks a multiprocessor, which between them have 64 KB of logits on their way.
 constexpr int kScoringBlocks = 2;
+// By so much a block's place among the others changes from a round of rows to the next. Where every
+// other row is asked for, or one of 3, 4 or 8, no block gets all of them.
+constexpr int64_t kTurn = 97;
 // Of a device of any size: what `scratch` is for.
 constexpr int kMostScoringBlocks = 512;
 // Statistics of a block outside shared memory: maxima and sums where they do not fit, and moments.
@@ -125,8 +128,11 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   Wishes wishes = {};
   wishes.raw = true;
   wishes.mean = a.entropy;
-  for (int index = static_cast<int>(blockIdx.x); index < a.positions;
-       index += static_cast<int>(gridDim.x)) {
+  const auto blocks = static_cast<int64_t>(gridDim.x);
+  for (int64_t round = 0; round * blocks < a.positions; ++round) {
+    const int64_t place = round * blocks + (blockIdx.x + round * kTurn) % blocks;
+    if (place >= a.positions) continue;
+    const auto index = static_cast<int>(place);
     const int64_t at_row = a.rows[index];
     const int64_t token = a.token_ids[index];
     int32_t* out = a.output + int64_t{index} * a.layout.output_words();
