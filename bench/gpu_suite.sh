@@ -24,6 +24,8 @@ python3 -m pytest -q -p no:cacheprovider ${PYTEST_ARGS:-} tests 2>&1 | tee "$res
 status=${PIPESTATUS[0]}
 python3 bench/bench_host.py --json "$results/host.json" 2>&1 | tee "$results/host.log" | tail -70
 python3 bench/bench_loop.py --json "$results/loop.json" 2>&1 | tee "$results/loop.log" | tail -40
+python3 bench/bench_prompt_logprobs.py --json "$results/prompt_logprobs.json" 2>&1 |
+  tee "$results/prompt_logprobs.log" | tail -80
 python3 bench/bench_step.py --json "$results/step.json" --time-limit "${STEP_SECONDS:-300}" \
   ${STEP_ARGS:-} 2>&1 | tee "$results/step.log" | tail -150
 step_status=${PIPESTATUS[0]}
