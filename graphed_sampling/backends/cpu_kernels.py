@@ -59,6 +59,7 @@ _LN2 = math.log(2.0)
 _LOG2_E = 1.0 / _LN2
 _MASS_BITS = 40
 _ONE = 2.0**_MASS_BITS
+_LISTED_GROUPS = 128  # so few are listed whole for typical_p, epsilon_cutoff and eta_cutoff
 _Z_MIN = -64.0  # 2^-64 of the maximum: its mass is 0, as is everything's below 2^-41
 
 # Keys: int32 in the order of the floats. No float that is a number has the key _BANNED.
@@ -1004,6 +1005,15 @@ def _weigh(count, scale, ws):
 
 
 @_jit
+def _sum_masses(count, ws):
+    """The mass of the listed survivors."""
+    total = 0
+    for i in range(count):
+        total += ws.mass[i]
+    return total
+
+
+@_jit
 def _mean_z(count, total, ws):
     """The mean of z over the listed survivors' masses."""
     weighted = 0.0
@@ -1020,9 +1030,11 @@ def _share(total, share):
 
 
 @_jit
-def _typical_cut(count, total, share, ws):
-    """Keeps the survivors whose information lies nearest to the entropy, up to mass `share`."""
-    mean = _mean_z(count, total, ws)
+def _typical_cut(count, total, share, mean, ws):
+    """Keeps the survivors whose information lies nearest to the entropy, up to mass `share`.
+
+    mean: of z, over all of mass `total`.
+    """
     for i in range(count):
         # |-ln p - H| = ln 2 * |z - mean|; floats >= 0 are ordered as their bits.
         ws.keys[i] = np.uint64(_bits64(abs(ws.z[i] - mean)))
@@ -1047,6 +1059,73 @@ def _bound_cut(count, bound, ws):
 
 
 @_jit
+def _survey_group(y, group, maximum, scale, threshold, weights, moments):
+    """The mass of those y of a group that reach `threshold`; their weights and weights times z are
+    added to 64 partial sums of each."""
+    _prefer_wide_vectors()
+    values = y[group * GROUP : group * GROUP + GROUP]
+    bits = 0
+    for j in range(GROUP):
+        z = (np.float64(values[j]) - maximum) * scale
+        z = z if (z > _Z_MIN) & (values[j] >= threshold) else _Z_MIN  # a weight of 2^-64
+        weight = _weight(z)
+        bits += _bits64(weight + _ROUND)
+        weights[j] += weight
+        moments[j] += weight * z
+    return bits - GROUP * _ROUND_BITS
+
+
+@_jit
+def _survey(groups, maximum, scale, threshold, ws):
+    """(mass, mean of z) of all y at or above `threshold`, without a list of them."""
+    # Partial sums, each in the order of the ids: a function of the row, and vectors.
+    weights, moments = ws.z[:GROUP], ws.lanes
+    weights[:] = 0.0
+    moments[:] = 0.0
+    top = np.float64(maximum)
+    threshold_key = _key(threshold)
+    total = 0
+    for group in range(groups):
+        key = ws.group_keys[group]
+        if key >= threshold_key and (np.float64(_value(key)) - top) * scale > -42.0:
+            total += _survey_group(ws.y, group, top, scale, threshold, weights, moments)
+    weight, moment = 0.0, 0.0
+    for j in range(GROUP):
+        weight += weights[j]
+        moment += moments[j]
+    return total, moment / weight
+
+
+@_jit
+def _later_bound(total, mean, typical, epsilon, eta, size):
+    """z that every survivor of typical_p, or else epsilon_cutoff, or else eta_cutoff reaches; the
+    largest are among them."""
+    if typical < 1:
+        # What lies below weighs no more than typical_p leaves out, and nothing lies as far above
+        # the mean as that is below: what is nearer than both suffices.
+        return min(_tail_cutoff(total - _share(total, typical), size), 2.0 * mean - 1e-3)
+    log_total = math.log2(np.float64(total) / _ONE)
+    if epsilon > 0:
+        return min(math.log2(np.float64(epsilon)) + log_total, 0.0)
+    log_eta = math.log2(np.float64(eta))
+    return min(log_eta + log_total, 0.5 * log_eta + mean, 0.0)
+
+
+@_jit
+def _tail_cutoff(spare, size):
+    """z such that `size` entries below it weigh no more than `spare`, each 2^(40 + z) + 1 at most;
+    not below -41, where a mass is 0."""
+    room = np.float64(spare) / size * (1.0 - 1e-9) - 1.0
+    return math.log2(room) - _MASS_BITS if room > 0.5 else -1.0 - _MASS_BITS
+
+
+@_jit
+def _y_at(z, maximum, scale):
+    """A float32 that every y with that z, relative to the maximum, reaches."""
+    return _round_down(np.float64(maximum) + (z - 1e-6) / scale)
+
+
+@_jit
 def _top_p_bound(groups, target, total, size, maximum, scale, ws):
     """A float32 that every y of the top-p prefix of a dense row reaches.
 
@@ -1065,12 +1144,8 @@ def _top_p_bound(groups, target, total, size, maximum, scale, ws):
     if weight >= target:
         key, _ = _select(ws.mass, True, groups, target, ws)
         return _value(_MAGNITUDE - np.int64(key))
-    # `size` entries with z < c weigh at most 2^(40 + c) + 1 each: c is chosen so that together
-    # they are no more than what the prefix leaves out.
-    room = np.float64(total - target) / size * (1.0 - 1e-9) - 1.0
-    # Below z = -41 a mass is 0, and the prefix ends before those.
-    cutoff = math.log2(room) - _MASS_BITS if room > 0.5 else -1.0 - _MASS_BITS
-    return _round_down(y_max + (cutoff - 1e-6) / scale)
+    # The prefix ends before what weighs no more than it leaves out.
+    return _y_at(_tail_cutoff(total - target, size), maximum, scale)
 
 
 # --------------------------------------------------------------------------- the draw
@@ -1348,13 +1423,14 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
         offset = _float64(_read64(params, p + Param.MIN_P_OFFSET))
         threshold = max(threshold, _round_down(np.float64(maximum) + offset))
 
-    total = 0
+    total, mean, has_mean = 0, 0.0, False
     count = -1
     if 0 < top_k < off.vocab_size:
         count = _list_largest(groups, top_k, threshold, ws)
         total = _weigh(count, scale, ws)
         if top_p < 1:
             count = _cut(count, True, _share(total, top_p), ws)
+            total = _sum_masses(count, ws)
     elif top_p < 1:
         total = _add_masses(groups, maximum, scale, threshold, ws)
         target = _share(total, top_p)
@@ -1362,23 +1438,37 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
         count = _gather(groups, max(threshold, bound), ws)
         _weigh(count, scale, ws)
         count = _cut(count, True, target, ws)
+        total = _sum_masses(count, ws)  # the maximum is there still
     elif typical < 1 or epsilon > 0 or eta > 0:
-        count = _gather(groups, threshold, ws)
+        if groups > _LISTED_GROUPS:
+            total, mean = _survey(groups, maximum, scale, threshold, ws)
+            has_mean = True
+            z = _later_bound(total, mean, typical, epsilon, eta, off.vocab_size)
+            count = _gather(groups, max(threshold, _y_at(z, maximum, scale)), ws)
+            _weigh(count, scale, ws)
+        else:
+            count = _gather(groups, threshold, ws)
+            total = _weigh(count, scale, ws)
     else:
         return count, threshold, _add_masses(groups, maximum, scale, threshold, ws)
 
-    total = _weigh(count, scale, ws)
     if typical < 1:
-        count = _typical_cut(count, total, typical, ws)
+        if not has_mean:
+            mean = _mean_z(count, total, ws)
+        count = _typical_cut(count, total, typical, mean, ws)
         total = _weigh(count, scale, ws)  # the maximum may be gone
+        has_mean = False
     if epsilon > 0:
         log_total = math.log2(np.float64(total) / _ONE)
         count = _bound_cut(count, math.log2(np.float64(epsilon)) + log_total, ws)
         total = _weigh(count, scale, ws)
+        has_mean = False
     if eta > 0:
+        if not has_mean:
+            mean = _mean_z(count, total, ws)
         log_total = math.log2(np.float64(total) / _ONE)
         log_eta = math.log2(np.float64(eta))
-        bound = min(log_eta + log_total, 0.5 * log_eta + _mean_z(count, total, ws))
+        bound = min(log_eta + log_total, 0.5 * log_eta + mean)
         count = _bound_cut(count, bound, ws)
         total = _weigh(count, scale, ws)
     return count, threshold, total
