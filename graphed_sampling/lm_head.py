@@ -82,12 +82,14 @@ def hidden_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of hidden states and weight, empty where they are not wanted.
 
-    That of the weight is added up over chunks in fp32.
+    That of the weight is added up over chunks in fp32, and so is that of hidden states which
+    several positions may share.
     """
     nothing = hidden.new_empty(0)
     hidden_gradient, weight_gradient = nothing, nothing
     if of_hidden:
-        hidden_gradient = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        dtype = hidden.dtype if positions.in_order else torch.float32
+        hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     if of_weight:
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for part, states, logits, chunk in _chunks(hidden, weight, positions, chunk_rows):
@@ -99,11 +101,12 @@ def hidden_gradients(
             of_states = logits @ weight
             if positions.in_order:
                 hidden_gradient[part] = of_states
-            else:
-                hidden_gradient.index_add_(0, positions.rows[part].clamp(min=0), of_states)
+            elif hidden.shape[0] > 0:
+                rows = positions.rows[part].clamp(min=0)
+                hidden_gradient.index_add_(0, rows, of_states.float())
         if of_weight:
             _add_product(weight_gradient, logits, states)
-    return hidden_gradient, weight_gradient.to(weight.dtype) if of_weight else weight_gradient
+    return hidden_gradient.to(hidden.dtype), weight_gradient.to(weight.dtype)
 
 
 def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:

@@ -7,7 +7,7 @@ the parts of the records that `torch.ops.graphed_sampling.prompt_logprobs_out` f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from graphed_sampling import checks, positions
 from graphed_sampling.packing import active_features
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
+from graphed_sampling.wishes import MAX_TOP_N
 
 FILTERS: Final = frozenset({"top_k", "top_p", "min_p"})
 """What processed logprobs of given tokens take into account, beside the temperature."""
@@ -32,7 +33,7 @@ class PromptLogprobs(NamedTuple):
     given_logprobs: fp32 [m, g], of `given_ids`; NaN where there is none.
     top_logprobs: fp32 [m, n], of the best tokens; -inf where fewer have a probability.
     entropies: fp32 [m], of the row's distribution in nats; NaN where not asked, or where a raw row
-        has no finite entry.
+        has nothing above -inf.
     top_token_ids: int64 [m, n], by (logit descending, id ascending); -1 where there is none.
     ranks: int32 [m], 1 + the number of tokens with a strictly larger logit; 0 where not asked.
     num_kept: int32 [m], of processed rows: survivors where a filter is on, 1 for greedy rows.
@@ -55,7 +56,17 @@ class PromptLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, record: Tensor, top_n: int = 0, num_given: int = 0) -> PromptLogprobs:
-        """Views of a record that `prompt_logprobs_out` filled with so many top and given tokens."""
+        """Views of a record that `prompt_logprobs_out` filled with so many top and given tokens.
+
+        ValueError for what cannot be such a record.
+        """
+        words = _record_words(top_n, num_given)
+        checks.check_tensor("record", record)
+        if not (record.dtype == torch.int32 and record.dim() == 2 and record.shape[1] == words):
+            raise ValueError(
+                f"record is {record.dtype} {list(record.shape)}: with top_n = {top_n} and "
+                f"num_given = {num_given} it must be torch.int32 [positions, {words}]"
+            )
         layout = positions.position_layout(1, top_n, num_given)
         return cls(*positions.split_record(record, layout))
 
@@ -65,9 +76,17 @@ def new_prompt_output(
 ) -> Tensor:
     """int32 [rows, words], the record that `prompt_logprobs_out` fills: one copy takes all of it to
     the host, where `PromptLogprobs.of` names its parts."""
-    words = positions.position_layout(1, top_n, num_given).output_words
+    words = _record_words(top_n, num_given)
     with torch.inference_mode(False):
         return torch.zeros(rows, words, dtype=torch.int32, device=device)
+
+
+def _record_words(top_n: int, num_given: int) -> int:
+    if not 0 <= top_n <= MAX_TOP_N:
+        raise ValueError(f"top_n = {top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
+    if num_given < 0:
+        raise ValueError(f"num_given = {num_given} is not accepted: it must not be negative")
+    return positions.position_layout(1, top_n, num_given).output_words
 
 
 def prompt_logprobs(
@@ -108,7 +127,7 @@ def prompt_logprobs(
     _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
     filters: dict[str, Tensor] = {}
     if params is not None:
-        size = logits.shape[-1] if vocab_size == -1 else vocab_size
+        size = checks.check_vocab_size(logits, vocab_size)
         filters = _filter_tensors(params, next_token_ids, size)
     return PromptLogprobs(
         *torch.ops.graphed_sampling.prompt_logprobs(
@@ -147,7 +166,7 @@ def linear_logprobs(
     _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
     filters: dict[str, Tensor] = {}
     if params is not None:
-        size = weight.shape[0] if vocab_size == -1 else vocab_size
+        size = checks.check_linear(hidden, weight, vocab_size, chunk_rows)
         filters = _filter_tensors(params, next_token_ids, size)
     return PromptLogprobs(
         *torch.ops.graphed_sampling.linear_logprobs(
@@ -168,10 +187,11 @@ def _filter_tensors(
     params: SamplingParams | Sequence[SamplingParams], like: Tensor, vocab_size: int
 ) -> dict[str, Tensor]:
     """The op's arguments for these params; empty where all of them are raw."""
+    checks.check_vector("next_token_ids", like, like.numel(), torch.int64)
     count = like.shape[0]
     if isinstance(params, SamplingParams):
         params = [params] * count
-    elif not isinstance(params, Iterable) or len(params) != count:
+    elif not isinstance(params, Sequence) or len(params) != count:
         raise ValueError(
             f"params is not accepted: it must be SamplingParams, or {count} of them, one a position"
         )
@@ -219,6 +239,7 @@ def next_token_ids(token_ids: Tensor, cu_lengths: Tensor, following: Tensor) -> 
 
     All on one device; nothing waits for it. ValueError for shapes and dtypes not accepted.
     """
+    _check_tensors(token_ids=token_ids, cu_lengths=cu_lengths, following=following)
     checks.check_vector("token_ids", token_ids, token_ids.numel(), torch.int64)
     device, count = token_ids.device, token_ids.shape[0]
     if not (
@@ -245,6 +266,6 @@ def next_token_ids(token_ids: Tensor, cu_lengths: Tensor, following: Tensor) -> 
     result[: max(count - 1, 0)] = token_ids[1:]
     place = torch.arange(count + 1, device=device)
     result.masked_fill_((place < cu_lengths[:1]) | (place >= cu_lengths[-1:]), -1)
-    last = torch.where((starts < ends) & (ends <= count), ends - 1, count)
+    last = torch.where((starts >= 0) & (starts < ends) & (ends <= count), ends - 1, count)
     result.index_copy_(0, last, following)
     return result[:count]

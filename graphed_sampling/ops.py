@@ -19,7 +19,8 @@ have no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -329,6 +330,17 @@ def _stateless(
         return token_ids, output.view(torch.float32)[:, Output.LOGPROB].clone()
 
 
+@contextmanager
+def _undisturbed(tensor: Tensor) -> Iterator[None]:
+    """On the tensor's device, without gradients, and in the dtypes that are written here."""
+    with (
+        torch.no_grad(),
+        torch.cuda.device_of(tensor),
+        torch.autocast(tensor.device.type, enabled=False),
+    ):
+        yield
+
+
 def _prompt_logprobs_out(
     logits: Tensor, next_token_ids: Tensor, output: Tensor, *wishes: Any, **named: Any
 ) -> None:
@@ -346,7 +358,7 @@ def _prompt_logprobs_out(
             f"[>= {count}, {words}]"
         )
     check_device("output", output, logits.device)
-    with torch.no_grad(), torch.cuda.device_of(logits):
+    with _undisturbed(logits):
         positions.score_positions(
             logits, checked.positions, output[:count], checked.layout, checked.module,
             rank=checked.rank, entropy=checked.entropy,
@@ -361,7 +373,7 @@ def _prompt_logprobs(
     output = torch.empty(
         next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=logits.device
     )
-    with torch.no_grad(), torch.cuda.device_of(logits):
+    with _undisturbed(logits):
         positions.score_positions(
             logits, checked.positions, output, layout, checked.module,
             rank=checked.rank, entropy=checked.entropy,
@@ -379,7 +391,7 @@ def _linear_logprobs(
     output = torch.empty(
         next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=hidden.device
     )
-    with torch.no_grad(), torch.cuda.device_of(hidden):
+    with _undisturbed(hidden):
         lm_head.score_hidden(
             hidden, weight, checked.positions, output, layout, checked.module, chunk_rows,
             rank=checked.rank, entropy=checked.entropy,
@@ -445,6 +457,7 @@ def _save_for_backward(
     if temperature is None and (filtered or processed is not None):
         temperature = torch.ones_like(logprobs)
     ctx.vocab_size, ctx.backend, ctx.num_given = vocab_size, wishes[12], given_ids.shape[1]
+    ctx.entropy = wishes[10]
     ctx.save_for_backward(
         *sources,
         torch.cat([next_token_ids.unsqueeze(1), given_ids, top_ids], 1),
@@ -462,6 +475,9 @@ def _save_for_backward(
 def _backward_arguments(ctx: Any, sources: int, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of the backward op: what was saved, and the gradients that came."""
     of_logprobs, of_given, of_top, of_entropies = gradients[:4]
+    if not ctx.entropy:
+        # What was not asked for is NaN, and 0 times NaN, which a compiled function passes, no 0.
+        of_entropies = None
     saved = ctx.saved_tensors
     ids, logprobs, entropies, normalisers, *selection = saved[sources:]
     of_lists = [None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top]
@@ -542,7 +558,7 @@ def _of_backward(
 
 def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
     *saved, vocab_size, backend = arguments
-    with torch.no_grad(), torch.cuda.device_of(logits):
+    with _undisturbed(logits):
         asked = _of_backward(logits, vocab_size, *saved)
         module = positions.scoring_module(backend, logits.device)
         return positions.logit_gradients(logits, *asked, vocab_size, module)
@@ -552,7 +568,7 @@ def _linear_logprobs_backward(
     hidden: Tensor, weight: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     *saved, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
-    with torch.no_grad(), torch.cuda.device_of(hidden):
+    with _undisturbed(hidden):
         asked = _of_backward(hidden, vocab_size, *saved)
         module = positions.scoring_module(backend, hidden.device)
         return lm_head.hidden_gradients(

@@ -267,6 +267,8 @@ def logit_gradients(
     if positions.in_order:
         write_gradients(result, logits, positions, upstream, forward, vocab_size, module)
         return result
+    if logits.shape[0] == 0:
+        return result
     count = positions.rows.shape[0]
     at_once = max(1, GRADIENT_ELEMENTS // logits.shape[1])
     for start in range(0, count, at_once):
@@ -299,7 +301,9 @@ def write_gradients(
         by_kernel.gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size)
         return
     count = positions.rows.shape[0]
-    at_once = max(1, GRADIENT_ELEMENTS // vocab_size)
+    # Survivors are found by sorting, which takes several times as much.
+    elements = GRADIENT_ELEMENTS if forward.num_kept is None else GRADIENT_ELEMENTS // 4
+    at_once = max(1, elements // vocab_size)
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
         result[part, :vocab_size] = _chunk_gradient(
@@ -335,7 +339,10 @@ def _chunk_gradient(
     if forward.num_kept is not None:
         number = forward.num_kept.long()
         number.masked_fill_(number == 0, logits.shape[1])
-        p.masked_fill_(~backends.module("torch").leading(log_p, number), 0.0)
+        # By the logits themselves: log p rounds, and then other tokens would come first.
+        torch_backend = backends.module("torch")
+        values, _ = torch_backend.sanitised(logits, logits.shape[1])
+        p.masked_fill_(~torch_backend.leading(values, number), 0.0)
     constant = (chunk.rows < 0).unsqueeze(1) | ~largest.isfinite()
     gradients = upstream.gradients.masked_fill(~upstream.counts() | constant, 0.0)
     factor = -gradients.sum(1, keepdim=True)

@@ -180,7 +180,7 @@ def accepted_ids(ids: Tensor, vocab_size: int) -> Tensor:
 
 def is_on_cpu(tensor: Tensor) -> bool:
     """Whether its values can be looked at without waiting for a device; a fake has none."""
-    return tensor.device.type == "cpu" and type(tensor) is Tensor
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _check_numbers(name: str, numbers: Tensor, end: int) -> None:

@@ -276,3 +276,40 @@ def test_the_result_has_the_parts_of_prompt_logprobs() -> None:
     assert isinstance(got, PromptLogprobs)
     exact = (hidden.double() @ weight.double().t()).log_softmax(1)
     assert torch.allclose(got.logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [0, 32, 1])
+def test_a_hidden_state_of_many_positions_has_their_gradients_in_fp32(chunk_rows: int) -> None:
+    torch.manual_seed(0)
+    count = 512
+    hidden = torch.randn(1, 16).bfloat16().requires_grad_()
+    weight = torch.randn(1000, 16).bfloat16()
+    tokens = torch.randint(1000, (1,)).expand(count)
+    wide = hidden.detach().double().requires_grad_()
+    (torch.log_softmax(wide @ weight.double().t(), 1)[0, tokens[0]] * count).backward()
+    rows = torch.zeros(count, dtype=torch.int64)
+    scored = linear_logprobs(hidden, weight, tokens, rows=rows, chunk_rows=chunk_rows)
+    scored.logprobs.sum().backward()
+    worst = (hidden.grad.double() - wide.grad).abs().max() / wide.grad.abs().max()
+    assert worst < 0.02  # the logits' own rounding, and that of their gradients
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 1, 1, 4, 2])], ids=["all", "list"])
+def test_autocast_changes_nothing(rows: Tensor | None) -> None:
+    hidden, weight, tokens = inputs()
+    hidden, tokens = hidden[:5], tokens[:5]
+    gradients = []
+    for enabled in (False, True):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            linear_logprobs(*leaves, tokens, rows=rows).logprobs.sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for plain, cast in zip(*gradients, strict=True):
+        assert torch.equal(plain, cast)
+
+
+def test_no_hidden_states() -> None:
+    hidden, weight = torch.zeros(0, H, requires_grad=True), torch.zeros(V, H, requires_grad=True)
+    none = torch.tensor([-1, -1])
+    linear_logprobs(hidden, weight, none, rows=none).logprobs.nansum().backward()
+    assert hidden.grad.shape == (0, H) and not weight.grad.any()

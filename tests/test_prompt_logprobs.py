@@ -23,6 +23,7 @@ from helpers import (
     place,
     random_row,
 )
+from test_cpu_backend import run_python
 from torch import Tensor
 
 from graphed_sampling import (
@@ -917,3 +918,95 @@ def test_many_rows_take_little_memory(backend: str) -> None:
     got = PromptLogprobs.of(record)
     last = logits[-1024:].float().log_softmax(1).gather(1, tokens[-1024:, None])[:, 0]
     assert torch.allclose(got.logprobs[-1024:], last, atol=1e-5)
+
+
+# Found by trying.
+
+
+def test_a_compiled_function_may_return_what_was_not_asked_for() -> None:
+    """It hands gradients of zero to every result, among them the entropies that are NaN."""
+    logits, tokens = torch.randn(5, 50), torch.randint(50, (5,))
+    gradients = []
+    for score in (prompt_logprobs, torch.compile(prompt_logprobs, backend="aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        score(leaf, tokens).logprobs.sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    leaf = logits.clone().requires_grad_()
+    result = prompt_logprobs(leaf, tokens)
+    (result.logprobs.sum() + result.entropies.nansum()).backward()
+    assert torch.equal(gradients[0], leaf.grad)
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    run_python(
+        """
+import torch
+from graphed_sampling import RequestTable, Sampler, SamplingParams, prompt_logprobs
+logits, tokens = torch.randn(5, 50), torch.randint(50, (5,))
+compiled = torch.compile(lambda x: prompt_logprobs(x, tokens).logprobs, backend="aot_eager")
+first = compiled(logits)
+assert torch.equal(first, prompt_logprobs(logits, tokens).logprobs)
+table = RequestTable(1, 50, device="cpu")
+table.admit(SamplingParams(temperature=0.0))
+drawn = Sampler(table)(logits[:1], torch.zeros(1, dtype=torch.int32)).token_ids
+assert drawn.tolist() == [int(logits[0].argmax())]
+"""
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_survivors_of_the_gradient_are_those_of_the_logprobs(dtype: torch.dtype) -> None:
+    """Of logits so near that their logprobs are equal."""
+    tiny = 2.0**-14 if dtype == torch.float16 else 1e-9
+    logits = torch.tensor([[tiny, 2 * tiny, 4 * tiny, 1.0]], dtype=dtype, requires_grad=True)
+    kept = SamplingParams(top_k=2, logprobs_mode="processed")
+    result = prompt_logprobs(logits, torch.tensor([2]), params=kept, top_n=4)
+    assert result.top_token_ids[0, :2].tolist() == [3, 2]
+    result.logprobs.sum().backward()
+    p = torch.softmax(torch.tensor([4 * tiny, 1.0], dtype=torch.float64), 0)
+    expected = torch.tensor([0.0, 0.0, 1.0 - float(p[0]), -float(p[1])])
+    torch.testing.assert_close(logits.grad[0].float(), expected, rtol=4e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("params", [None, SamplingParams(top_k=2, logprobs_mode="processed")])
+def test_a_list_that_asks_for_none_of_no_rows(backend: str, params: SamplingParams | None) -> None:
+    logits = torch.zeros(0, 9, requires_grad=True)
+    result = prompt_logprobs(
+        logits, torch.tensor([1, 2]), rows=torch.tensor([-1, -1]), params=params, backend=backend
+    )
+    assert result.logprobs.isnan().all()
+    assert result.flags.tolist() == [RowFlags.PADDING] * 2
+    result.logprobs.nansum().backward()
+    assert logits.grad is not None and logits.grad.shape == (0, 9)
+
+
+def test_a_record_is_split_as_it_was_filled_or_not_at_all() -> None:
+    record = new_prompt_output(4, 2, device="cpu")
+    OPS.prompt_logprobs_out(torch.randn(4, 32), torch.tensor([1, 2, 3, 4]), record, top_n=2)
+    for wrong, top_n in ((record, 20), (record.float(), 2), (record[0], 2), ([1], 2)):
+        with pytest.raises(ValueError, match="record"):
+            PromptLogprobs.of(wrong, top_n=top_n)
+    for top_n, num_given, name in ((-1, 0, "top_n"), (5000, 0, "top_n"), (0, -1, "num_given")):
+        with pytest.raises(ValueError, match=name):
+            new_prompt_output(4, top_n, num_given, device="cpu")
+
+
+def test_what_has_the_wrong_shape_is_named_before_params_are_looked_at() -> None:
+    logits, tokens = torch.randn(4, 9), torch.tensor([1, 2, 3, 4])
+    params = SamplingParams(top_k=2, logprobs_mode="processed")
+    for wrong, message in (
+        ((logits, torch.tensor(3), params), "next_token_ids"),
+        ((torch.tensor(1.0), tokens, params), "logits"),
+        ((logits, tokens, (p for p in [params] * 4)), "params"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prompt_logprobs(wrong[0], wrong[1], params=wrong[2])
+    with pytest.raises(ValueError, match="token_ids"):
+        next_token_ids([1, 2], torch.tensor([0, 2]), torch.tensor([3]))
+    with pytest.raises(ValueError, match="cu_lengths"):
+        next_token_ids(tokens, [0, 4], torch.tensor([3]))
+    with pytest.raises(ValueError, match="rows holds 99"):
+        parameter = torch.nn.Parameter(torch.tensor([99]), requires_grad=False)
+        prompt_logprobs(logits, tokens[:1], rows=parameter)

@@ -87,7 +87,7 @@ def sample_step(
     kernels = _compiled("step_rows")
     flat_logits, row_stride = _flat_rows(logits)
     flat_bitmask, mask_stride = (
-        _flat_rows(grammar_bitmask) if grammar_bitmask is not None else (_EMPTY_INT32, 0)
+        _flat_rows(grammar_bitmask) if grammar_bitmask is not None else (None, 0)
     )
     arguments = (
         flat_logits.view(torch.uint8).numpy(),
@@ -98,9 +98,9 @@ def sample_step(
         state.view(-1).numpy(),
         tables.numpy(),
         output.view(-1).numpy(),
-        flat_bitmask.numpy(),
+        flat_bitmask.numpy() if flat_bitmask is not None else _EMPTY_INT32,
         mask_stride,
-        (words.contiguous() if words is not None else _EMPTY_INT64).numpy(),
+        words.contiguous().numpy() if words is not None else _EMPTY_INT64,
         _sizes(layout),
     )
     size = kernels.workspace_bytes(layout.vocab_size)
@@ -154,8 +154,9 @@ def score_rows(
 
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # cpu_kernels.FLOAT32, ...
-_EMPTY_INT32 = torch.empty(0, dtype=torch.int32, device="cpu")
-_EMPTY_INT64 = torch.empty(0, dtype=torch.int64, device="cpu")
+# No tensors: this module may be imported first while torch makes fake ones.
+_EMPTY_INT32 = np.empty(0, np.int32)
+_EMPTY_INT64 = np.empty(0, np.int64)
 
 
 def _flat_rows(matrix: Tensor) -> tuple[Tensor, int]:
@@ -196,19 +197,19 @@ _NO_LAYOUT = TableLayout(1, 1, 0, 0, 0, 0, 0, 0, 0)
 
 def _step_nothing(kernels: ModuleType) -> int:
     """Steps no row, with arguments of the one signature that is used."""
-    empty = _EMPTY_INT32.numpy()
+    empty = _EMPTY_INT32
     digest: int = kernels.step_rows(
         0, 0, np.empty(0, np.uint8), 0, 0, empty, empty, empty, empty, empty,
-        empty, 0, _EMPTY_INT64.numpy(), _sizes(_NO_LAYOUT), _buffer(0),
+        empty, 0, _EMPTY_INT64, _sizes(_NO_LAYOUT), _buffer(0),
     )  # fmt: skip
     return digest
 
 
 def _score_nothing(kernels: ModuleType) -> int:
     """The same of `score_rows`."""
-    empty = _EMPTY_INT64.numpy()
+    empty = _EMPTY_INT64
     digest: int = kernels.score_rows(
-        0, 0, np.empty(0, np.uint8), 0, 0, empty, empty, empty, 0, _EMPTY_INT32.numpy(), False,
+        0, 0, np.empty(0, np.uint8), 0, 0, empty, empty, empty, 0, _EMPTY_INT32, False,
         False, _sizes(_NO_LAYOUT), _buffer(0),
     )  # fmt: skip
     return digest

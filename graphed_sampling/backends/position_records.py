@@ -44,6 +44,8 @@ class Positions:
         """[c, width]: of a chunk, the part of all positions, its logits; any rows where none is."""
         if self.in_order:
             return logits[part]
+        if logits.shape[0] == 0:
+            return logits.new_zeros(self.rows.shape[0], logits.shape[1])
         return logits.index_select(0, self.rows.clamp(min=0))
 
 
