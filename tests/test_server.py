@@ -270,6 +270,7 @@ def test_logprobs_are_json_where_they_are_infinite(server: Running) -> None:
         ({"stop": [""]}, "stop", "stop = "),
         ({"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 strings"),
         ({"stop": 3}, "stop", "stop: "),
+        ({"stop": ["a", "b" * 257]}, "stop", "at most 256 characters"),
         ({"seed": 2**64}, "seed", "seed = "),
         ({"presence_penalty": 3}, "presence_penalty", "presence_penalty = 3"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias: "),

@@ -298,6 +298,18 @@ def test_stop_strings_cut_the_text_where_they_begin(depth: int) -> None:
     run(main)
 
 
+def test_samples_share_their_stop_strings() -> None:
+    async def main() -> None:
+        loop = make_loop()
+        stream = loop.submit([1], SamplingParams(max_tokens=2), n=3, stop=["ab", "c"])
+        stops = [sample.stops for sample in stream._sink.samples]
+        assert len({id(own) for own in stops}) == 3
+        assert len({id(own._automaton) for own in stops if own is not None}) == 1
+        await loop.aclose()
+
+    run(main)
+
+
 def test_n_samples_are_those_of_the_children() -> None:
     async def main() -> None:
         params = SamplingParams(seed=3, max_tokens=12)
@@ -532,6 +544,7 @@ def test_refusals_come_before_anything_is_queued() -> None:
             ([1], params, {"n": True}, "n = True is not accepted"),
             ([1], params, {"stop": ""}, "stop = '' is not accepted"),
             ([1], params, {"stop": [3]}, r"stop = \[3\] is not accepted"),
+            ([1], params, {"stop": "x" * 1025}, "stop has a string of 1025 characters"),
             ([1], params, {"grammar": 3}, "grammar must be a callable"),
             ([1] * 7, params, {}, "must fit into 10 tokens"),
             ([1] * 10, SamplingParams(), {}, "must fit into 10 tokens"),

@@ -64,6 +64,8 @@ class Limits:
     choices: int = 64
     """Prompts times n."""
     schema_bytes: int = 2**16
+    stop_length: int = 256
+    """Characters of a stop string; the loop's own limit is higher."""
 
 
 class StreamOptions(BaseModel):
@@ -313,6 +315,10 @@ class _Service:
             raise FieldError("best_of", f"best_of = {body.best_of} is not accepted: it must be n")
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options", "stream_options goes with stream = true")
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        longest_stop = self._limits.stop_length
+        if any(len(stop) > longest_stop for stop in stops):
+            raise FieldError("stop", f"stop: a stop string has at most {longest_stop} characters")
         capacity = self._loop.max_length
         longest = max(map(len, prompts))
         if capacity is not None and longest + max(body.max_tokens, 1) > capacity:

@@ -45,13 +45,20 @@ from graphed_sampling.step.requests import (
     as_prompt,
 )
 from graphed_sampling.step.ring import OutputRing, OutputSlot
-from graphed_sampling.step.text import StopStrings, TokenDecoder, check_count, check_stop_strings
+from graphed_sampling.step.text import (
+    StopAutomaton,
+    StopStrings,
+    TokenDecoder,
+    check_count,
+    check_stop_strings,
+)
 from graphed_sampling.step.trace import LoopTotals, Tracer
 from graphed_sampling.table import RequestTable, device_guard
 
 SLICE_SECONDS: Final = 0.0005
 """Bookkeeping yields to the event loop at least so often."""
 MAX_STOP_STRINGS: Final = 16
+MAX_STOP_LENGTH: Final = 1024
 _REASONS: Final = tuple(FinishReason)  # by value; calling the enum takes ten times as long
 
 
@@ -203,7 +210,8 @@ class StepLoop:
         """Queue a request, and start the loop's own task where it does not run yet.
 
         prompt_token_ids: at least one. params: of each sample; where n > 1 the i-th gets
-        `params.child(i)`. stop: strings that end an answer and are not shown, at most 16.
+        `params.child(i)`. stop: strings that end an answer and are not shown, at most 16
+        of at most 1024 characters.
         grammar: makes a `Matcher`, one a sample; a row waits for the mask that follows from its
         last token, and other rows do not wait for it.
         ValueError, with nothing queued, for what is not accepted; QueueFullError when too many
@@ -230,7 +238,7 @@ class StepLoop:
             raise ValueError("this StepLoop belongs to another event loop")
         prompt = as_prompt(prompt_token_ids)
         n = check_count("n", n, 1)
-        stops = check_stop_strings(stop, MAX_STOP_STRINGS)
+        stops = check_stop_strings(stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
         if stops and self._new_decoder is None:
             raise ValueError("stop is not accepted: the loop has no new_decoder, and so no text")
         if grammar is not None and not callable(grammar):
@@ -258,6 +266,7 @@ class StepLoop:
                 f"{self.num_waiting} samples wait already: the loop lets {self.max_waiting} wait"
             )
         sink = Sink(n)
+        automaton = StopAutomaton(stops) if stops else None
         words = self.table.layout.bitmap_words
         for index in range(n):
             sink.samples.append(
@@ -268,7 +277,7 @@ class StepLoop:
                     params.child(index) if n > 1 else params,
                     limit=limit,
                     decoder=self._new_decoder() if self._new_decoder else None,
-                    stops=StopStrings(stops) if stops else None,
+                    stops=StopStrings(automaton) if automaton else None,
                     matcher=grammar() if grammar else None,
                     bitmask=torch.full((1, words), -1, dtype=torch.int32) if grammar else None,
                 )
