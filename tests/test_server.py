@@ -359,7 +359,7 @@ def test_a_full_queue_gets_429() -> None:
             client.completions.create(model=MODEL, prompt="ab", max_tokens=5, stream=True, n=n)
             for n in (1, 19)
         ]
-        with pytest.raises(openai.RateLimitError, match="wait already"):
+        with pytest.raises(openai.RateLimitError, match="would wait for a slot"):
             client.completions.create(model=MODEL, prompt="ab", n=3)
         server.model.gate.set()
         for stream in streams:

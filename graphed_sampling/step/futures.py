@@ -438,11 +438,20 @@ class HostStream:
         self._queue.put(None)
 
 
+def plain_error(error: BaseException) -> Exception:
+    """`error`, or one that it is the cause of where asyncio gives it a meaning of its own."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    plain = RuntimeError(f"{error!r} was raised")
+    plain.__cause__ = error
+    return plain
+
+
 def _copy_result(job: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:
     if future.done():  # cancelled
         return
     if (error := job.exception()) is not None:
-        future.set_exception(error)
+        future.set_exception(plain_error(error))
     else:
         future.set_result(job.result())
 

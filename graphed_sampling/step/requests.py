@@ -22,7 +22,12 @@ class StepLoopError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait for a slot as the loop lets wait."""
+    """As many samples wait for a slot as the loop lets wait."""
+
+
+def message_of(error: BaseException) -> str:
+    """What it says; its name where it says nothing."""
+    return str(error) or repr(error)
 
 
 class Matcher(Protocol):
@@ -166,7 +171,7 @@ class Sink:
         while not self.deltas:
             if self.error is not None:
                 # One exception for each who waits: a shared one would gather their tracebacks.
-                raise StepLoopError(str(self.error)) from self.error
+                raise StepLoopError(message_of(self.error)) from self.error
             if all(self.ended):
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
