@@ -376,6 +376,27 @@ def test_a_failed_loop_is_unwell_and_says_so() -> None:
         assert server.get("/health")[0] == 503
 
 
+@pytest.mark.parametrize(
+    ("value", "message"), [(math.nan, "held NaN"), (-math.inf, "no token was left")]
+)
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "c"]], ids=["one", "two"])
+def test_rows_that_are_none_are_no_answers(value: float, message: str, prompt: Any) -> None:
+    with Running() as server:
+        server.model.logits[:] = value
+        create = server.client().completions.create
+        with pytest.raises(openai.InternalServerError, match=message) as caught:
+            create(model=MODEL, prompt=prompt)
+        assert caught.value.status_code == 500
+        chunks = []
+        with pytest.raises(openai.APIError, match=message):
+            for chunk in create(model=MODEL, prompt=prompt, stream=True):
+                chunks.append(chunk)
+        assert chunks == []
+        until(lambda: server.table.num_free_slots == 4)
+        server.model.logits[:] = 0
+        assert create(model=MODEL, prompt="ab").choices
+
+
 def test_a_json_schema() -> None:
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar, of the grammar extra, is missing")
     vocabulary = ["</s>", '{"', '":', "}", '"', ",", ":", "age", *"0123456789", " ", *LETTERS]

@@ -33,6 +33,7 @@ from graphed_sampling import (
     IncrementalDecoder,
     QueueFullError,
     RequestTable,
+    RowFlags,
     Sampler,
     SamplingParams,
     StepBatch,
@@ -816,6 +817,23 @@ def test_a_forward_that_samples_itself() -> None:
     run(main)
 
 
+def test_deltas_tell_of_rows_that_are_none() -> None:
+    async def main() -> None:
+        model = LoopModel(2)
+        async with make_loop(2, model=model, max_prompts=1, depth=0) as loop:
+            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+            deltas = await collect(loop.generate([1], params))
+            assert [delta.flags for delta in deltas] == [RowFlags(0)] * 3
+            model.logits[:, 5] = math.nan
+            deltas = await collect(loop.generate([1], params))
+            assert [delta.flags for delta in deltas] == [RowFlags.NAN] * 3
+            model.logits[:] = -math.inf
+            deltas = await collect(loop.generate([1], params))
+            assert [delta.flags for delta in deltas] == [RowFlags.EMPTY] * 3
+
+    run(main)
+
+
 def test_an_output_with_too_few_rows() -> None:
     async def main() -> None:
         table = RequestTable(3, VOCAB_SIZE, device="cpu")
@@ -1093,6 +1111,32 @@ def test_a_token_that_the_grammar_refuses_ends_its_request() -> None:
             )
             with pytest.raises(StepLoopError, match="the grammar does not allow the token"):
                 await collect(bad)
+
+    run(main)
+
+
+def test_a_grammar_and_parameters_that_allow_nothing_together_end_the_request() -> None:
+    async def main() -> None:
+        async with make_loop(2) as loop:
+            params = SamplingParams(seed=1, allowed_token_ids=[3, 5, 50])
+            stream = loop.generate([1], params, grammar=lambda: Cycle(GROUPS, 9))
+            assert (await stream.__anext__()).token_ids[0] in (3, 5)
+            with pytest.raises(StepLoopError, match="no token was left to draw"):
+                await stream.__anext__()
+
+    run(main)
+
+
+def test_what_a_matcher_says_of_ids_above_the_vocabulary_does_not_count() -> None:
+    assert VOCAB_SIZE % 32, "there must be bits of no token"
+
+    async def main() -> None:
+        async with make_loop(2) as loop:
+            above = loop.generate(
+                [1], SamplingParams(seed=1), grammar=lambda: Cycle([[3], [VOCAB_SIZE]], 9)
+            )
+            with pytest.raises(StepLoopError, match="the grammar allows no token"):
+                await collect(above)
 
     run(main)
 

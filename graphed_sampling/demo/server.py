@@ -39,6 +39,7 @@ from graphed_sampling import (
     LagProbe,
     Matcher,
     QueueFullError,
+    RowFlags,
     SamplingParams,
     StepLoop,
     StepLoopError,
@@ -147,6 +148,18 @@ class FieldError(Exception):
         self.field, self.status = field, status
 
 
+class RowError(Exception):
+    """A token was drawn from a row that is none: the answer means nothing from there on."""
+
+
+def _checked(delta: Delta) -> Delta:
+    if delta.flags & RowFlags.NAN:
+        raise RowError("the model's logits held NaN")
+    if delta.flags & RowFlags.EMPTY:
+        raise RowError("no token was left to draw: parameters and logits together allow none")
+    return delta
+
+
 class JsonGrammars:
     """Grammars of JSON schemas by xgrammar; each schema is compiled once, in a thread."""
 
@@ -219,6 +232,10 @@ def make_app(
     @app.exception_handler(StepLoopError)
     async def failed(_request: Request, error: StepLoopError) -> JSONResponse:
         return _error(503, str(error), None)
+
+    @app.exception_handler(RowError)
+    async def no_row(_request: Request, error: RowError) -> JSONResponse:
+        return _error(500, str(error), None)
 
     @app.get("/health")
     async def health() -> Response:
@@ -393,7 +410,7 @@ class _Service:
                 last = writer.envelope([]) | {"usage": usage.as_json()}
                 yield f"data: {json.dumps(last)}\n\n"
             yield "data: [DONE]\n\n"
-        except StepLoopError as error:
+        except (StepLoopError, RowError) as error:
             wrong = {"message": str(error), "type": "server_error", "param": None, "code": None}
             yield f"data: {json.dumps({'error': wrong})}\n\n"
         finally:
@@ -424,7 +441,7 @@ async def _merged(streams: list[DeltaStream], n: int) -> AsyncIterator[tuple[int
     """Deltas of all prompts as they come, with the index of their choice."""
     if len(streams) == 1:
         async for delta in streams[0]:
-            yield delta.sample, delta
+            yield delta.sample, _checked(delta)
         return
     waiting: dict[asyncio.Task[Delta], int] = {}
 
@@ -443,7 +460,7 @@ async def _merged(streams: list[DeltaStream], n: int) -> AsyncIterator[tuple[int
                 except EOFError:
                     continue
                 ask(number)
-                yield number * n + delta.sample, delta
+                yield number * n + delta.sample, _checked(delta)
     finally:
         for task in waiting:
             task.cancel()

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphed_sampling.layout import FinishReason
+from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.sampler import StepOutput
 from graphed_sampling.step.batch import Forward, PrefillChunk, SamplerLike, StepBatch
@@ -65,7 +65,9 @@ _OWNERS: Final[weakref.WeakKeyDictionary[RequestTable, weakref.ref[StepLoop]]] =
     weakref.WeakKeyDictionary()
 )
 """The loop that a table belongs to."""
-_REASONS: Final = tuple(FinishReason)  # by value; calling the enum takes ten times as long
+# By value: calling the enums takes ten times as long.
+_REASONS: Final = tuple(FinishReason)
+_FLAGS: Final = tuple(RowFlags(value) for value in range(2 * max(RowFlags)))
 
 
 @dataclass(eq=False)
@@ -79,6 +81,7 @@ class StepResult:
     _clock: Clock
     _tokens: list[int] = field(default_factory=list)
     _reasons: list[int] = field(default_factory=list)
+    _flags: list[int] = field(default_factory=list)
     _settled: bool = False
     _after_pause: bool = False
 
@@ -177,6 +180,10 @@ class StepLoop:
         self._freed: list[int] = []  # for forward to learn of
         self._sinks: set[Sink] = set()
 
+        # What a matcher says of ids above the vocabulary does not count.
+        bits = np.zeros(32 * table.layout.bitmap_words, np.bool_)
+        bits[: table.vocab_size] = True
+        self._vocabulary = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
         words = table.layout.output_words
         self._wait: Wait = wait
         self._ring = OutputRing(table.device, self._num_slots, words, self.depth + 2, wait=wait)
@@ -437,12 +444,14 @@ class StepLoop:
         begin = time.perf_counter()
         if rows:
             reports = Reports(self._views_of(result._slot), result.rows)
-            tokens, reasons = result._tokens, result._reasons
+            tokens, reasons, flags = result._tokens, result._reasons, result._flags
             for row, sample in enumerate(result.rows):
                 if sample.done:
                     continue  # a row-step that was under way when the request ended
                 try:
-                    self._advance(sample, row, tokens[row], reasons[row], reports)
+                    self._advance(
+                        sample, row, tokens[row], reasons[row], _FLAGS[flags[row]], reports
+                    )
                 except Exception as error:
                     self._end(sample.sink, error)
                 now = time.perf_counter()
@@ -578,6 +587,7 @@ class StepLoop:
             views = self._views_of(result._slot)
             result._tokens = views.token_ids[:rows].tolist()
             result._reasons = views.finish_reason[:rows].tolist()
+            result._flags = views.flags[:rows].tolist()
             for sample, reason in zip(result.rows, result._reasons, strict=True):
                 if reason and sample.slot >= 0:
                     self._vacate(sample)
@@ -589,10 +599,23 @@ class StepLoop:
             views = self._views[slot] = HostViews(StepOutput(slot.host, self.table.layout))
         return views
 
-    def _advance(self, sample: Sample, row: int, token: int, reason: int, reports: Reports) -> None:
+    def _advance(
+        self,
+        sample: Sample,
+        row: int,
+        token: int,
+        reason: int,
+        flags: RowFlags,
+        reports: Reports,
+    ) -> None:
         """One more token of a sample to its caller."""
         if token < 0:
             raise RuntimeError(f"the step drew no token for slot {sample.slot}")
+        if sample.matcher is not None and flags & RowFlags.EMPTY:
+            raise RuntimeError(
+                "no token was left to draw: the grammar allows none that the parameters and the "
+                "logits allow"
+            )
         self.totals.tokens += 1
         sample.received += 1
         if not reason and sample.received == sample.limit:
@@ -615,7 +638,7 @@ class StepLoop:
             self._vacate(sample)
         elif sample.matcher is not None:
             self._ask_matcher(sample, token)
-        delta = Delta(sample.index, (token,), text, logprobs, _REASONS[reason], stop)
+        delta = Delta(sample.index, (token,), text, logprobs, _REASONS[reason], stop, flags)
         self._put(sample.sink, delta)
 
     def _put(self, sink: Sink, delta: Delta) -> None:
@@ -646,7 +669,7 @@ class StepLoop:
             self._matchers = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         event_loop = self._event_loop
         assert event_loop is not None
-        future = self._matchers.submit(_next_mask, sample, token)
+        future = self._matchers.submit(_next_mask, sample, token, self._vocabulary)
         future.add_done_callback(partial(_call_soon, event_loop, self._on_mask, sample))
 
     def _on_mask(self, sample: Sample, future: Future[bool]) -> None:
@@ -800,7 +823,7 @@ class StepLoop:
             self.tracer.add("CPU phase", f"bookkeep {result.number}", begin, end)
 
 
-def _next_mask(sample: Sample, token: int | None) -> bool:
+def _next_mask(sample: Sample, token: int | None, vocabulary: torch.Tensor) -> bool:
     """Whether the answer is complete; if not, the mask of its next token is in `sample.bitmask`."""
     matcher, bitmask = sample.matcher, sample.bitmask
     assert matcher is not None and bitmask is not None
@@ -811,6 +834,7 @@ def _next_mask(sample: Sample, token: int | None) -> bool:
             return True
     bitmask.fill_(-1)
     matcher.fill_next_token_bitmask(bitmask, 0)
+    bitmask &= vocabulary
     if not bitmask.any():
         raise RuntimeError("the grammar allows no token of the vocabulary here")
     return False

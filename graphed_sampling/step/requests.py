@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from graphed_sampling.layout import FinishReason
+from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.step.text import StopStrings, TokenDecoder
 
@@ -69,6 +69,8 @@ class Delta(NamedTuple):
     sample: its number, below n. text: what became certain; a step may add tokens and no text.
     logprobs: one a token where the parameters ask for any, else empty. finish_reason: NONE until
     the sample's last delta. stop: the stop string that ended it, None where something else did.
+    flags: of the row that the step drew from: NAN where the model's logits held NaN, EMPTY where no
+    token was left and a fallback was drawn. The loop goes on with either.
     """
 
     sample: int
@@ -77,6 +79,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     stop: str | None
+    flags: RowFlags = RowFlags(0)
 
 
 class Sample:
