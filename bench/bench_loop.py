@@ -399,6 +399,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.tokens < 4:
+        parser.error("--tokens: at least 4, so that there is a time in which all requests decode")
     device = default_device()
     on_gpu = device.type == "cuda"
     if not on_gpu:
