@@ -46,6 +46,7 @@ from graphed_sampling import (
     StepLoop,
     StepLoopError,
 )
+from graphed_sampling.step.requests import message_of
 
 Grammar = Callable[[], Matcher]
 _LOWEST_LOGPROB: Final = -9999.0  # JSON has no infinities; it is what OpenAI's answers say
@@ -250,7 +251,7 @@ def make_app(
     async def health() -> Response:
         failure = loop.failure
         if failure is not None:
-            return _error(503, f"the loop has failed: {failure or repr(failure)}", None)
+            return _error(503, f"the loop has failed: {message_of(failure)}", None)
         if not loop.is_open:
             return _error(503, "the loop takes no more requests", None)
         return JSONResponse({"status": "ok"})

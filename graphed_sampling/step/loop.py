@@ -725,6 +725,7 @@ class StepLoop:
         if self._error is None and not self._closed:
             self._error = plain_error(error)
             self._end_all(self._error)
+            self._wake.set()
 
     def _failed(self) -> StepLoopError:
         assert self._error is not None
