@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -80,6 +81,7 @@ class StopAutomaton:
                     self.stop.append(None)
                 node = self._after[node][letter]
             self.stop[node] = stop
+        self.first = re.compile("|".join(re.escape(letter) for letter in self._after[0]))
         nodes = deque(self._after[0].values())
         while nodes:  # shorter ones first
             node = nodes.popleft()
@@ -113,6 +115,8 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that can be shown, and the stop string that ended the answer, if one did."""
         automaton, node = self._automaton, self._node
+        if not node and automaton.first.search(text) is None:
+            return text, None  # most text holds nothing that begins one
         for index, letter in enumerate(text, 1):
             node = automaton.step(node, letter)
             stop = automaton.stop[node]
