@@ -51,7 +51,7 @@ from graphed_sampling import (
 )
 from graphed_sampling.demo.random_model import SHAPES, RandomForward, RandomModel
 from graphed_sampling.step.futures import eventfd_problem
-from graphed_sampling.step.text import StopStrings
+from graphed_sampling.step.text import StopAutomaton, StopStrings
 
 PROMPT_TOKENS = 32
 STOPS = ("\n\nUser:", "<|stop|>")
@@ -307,7 +307,8 @@ def run_usual_loop(contender: Contender, params: SamplingParams, tokens: int) ->
     logprobs: list[list[tuple[float, list[tuple[int, float]]]]] = [[] for _ in prompts]
     texts = ["" for _ in prompts]
     detokenizers = [Detokenizer() for _ in prompts]
-    stops = [StopStrings(STOPS) for _ in prompts]
+    automaton = StopAutomaton(STOPS)
+    stops = [StopStrings(automaton) for _ in prompts]
     rates: list[float] = []
     begun = time.perf_counter()
 
@@ -398,6 +399,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.tokens < 4:
+        parser.error("--tokens: at least 4, so that there is a time in which all requests decode")
     device = default_device()
     on_gpu = device.type == "cuda"
     if not on_gpu:

@@ -40,18 +40,24 @@ cudaStream_t side_stream(int32_t device, cudaStream_t stream) {
   constexpr size_t kLimit = 256;
   static std::mutex mutex;
   static std::map<std::pair<int32_t, cudaStream_t>, cudaStream_t> sides;
-  static std::map<int32_t, std::vector<cudaStream_t>> made;
+  struct Made {
+    std::vector<cudaStream_t> streams;
+    size_t shared = 0;  // how often one was given away again
+  };
+  static std::map<int32_t, Made> by_device;
   const std::lock_guard<std::mutex> lock(mutex);
   cudaStream_t& side = sides[{device, stream}];
   if (side == nullptr) {
-    std::vector<cudaStream_t>& all = made[device];
-    if (all.size() < kLimit) {
+    Made& made = by_device[device];
+    if (made.streams.size() < kLimit) {
       cudaStream_t fresh = nullptr;
       const cudaError_t error = cudaStreamCreateWithFlags(&fresh, cudaStreamNonBlocking);
       STD_TORCH_CHECK(error == cudaSuccess, "signal_fd: ", cudaGetErrorString(error));
-      all.push_back(fresh);
+      made.streams.push_back(fresh);
+      side = fresh;
+    } else {
+      side = made.streams[made.shared++ % kLimit];
     }
-    side = all[sides.size() % all.size()];
   }
   return side;
 }

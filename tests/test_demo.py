@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import io
 import re
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -459,7 +458,7 @@ def test_the_decoder_of_the_real_tokenizer(real: tuple[Any, Any], text: str) -> 
 
 
 def test_the_server_on_the_real_model(
-    real: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    real: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for package in ("fastapi", "uvicorn", "prometheus_client", "openai"):
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -471,18 +470,22 @@ def test_the_server_on_the_real_model(
     monkeypatch.setattr(demo_model, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(demo_model, "load_network", lambda path, config, device: network)
     server = load_server(ServerOptions(port=0, slots=2, max_length=64, device="cpu"))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=20, timeout=60)
-        prompt = "The capital of France is"
-        answer = client.completions.create(
-            model=MODEL_NAME, prompt=prompt, max_tokens=5, temperature=0, logprobs=0
-        )
-        server.should_exit = True
-        thread.join(20)
+    assert "Listening" not in capsys.readouterr().out
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    said = ""
+    while "Listening" not in said:
+        assert thread.is_alive()
+        said += capsys.readouterr().out
+    port = re.search(r"Listening at http://127\.0\.0\.1:(\d+)/v1\n", said)
+    assert port is not None and port[1] != "0"
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port[1]}/v1", api_key="none", timeout=60)
+    prompt = "The capital of France is"
+    answer = client.completions.create(
+        model=MODEL_NAME, prompt=prompt, max_tokens=5, temperature=0, logprobs=0
+    )
+    server.should_exit = True
+    thread.join(20)
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     params = SamplingParams(temperature=0.0, max_tokens=5)
     request = Request(title="", prompt=prompt, prompt_token_ids=ids, params=params)

@@ -379,6 +379,44 @@ def test_a_graph_signal_tells_of_errors(monkeypatch: pytest.MonkeyPatch) -> None
     run(main)
 
 
+@needs_eventfd
+def test_a_graph_signal_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often nothing is in flight in between."""
+    monkeypatch.setattr(futures, "WATCHDOG_SECONDS", 60.0)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        signal = GraphSignal.__new__(GraphSignal)
+        signal._open()
+        timers: list[Any] = []
+        call_later = loop.call_later
+
+        def counted(delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
+            if callback == signal._look:
+                timers.append(call_later(delay, callback, *args))
+                return timers[-1]
+            return call_later(delay, callback, *args)
+
+        monkeypatch.setattr(loop, "call_later", counted)
+        for _ in range(20):
+            future = signal.future(StreamEvent())
+            os.eventfd_write(signal._fd, 1)
+            await future
+        assert len(timers) == 1
+        signal._look()  # nothing is in flight: it ends, and the next future starts another
+        assert len(timers) == 1
+        waiting = signal.future(StreamEvent())
+        assert len(timers) == 2
+        signal._look()
+        assert len(timers) == 3
+        signal.close()
+        assert waiting.cancelled()
+        for timer in timers:
+            timer.cancel()
+
+    run(main)
+
+
 # --------------------------------------------------------------------------- on a GPU
 
 gpu = pytest.mark.gpu
@@ -476,3 +514,47 @@ def gpu_done(stream: torch.cuda.Stream) -> bool:
 def test_a_graph_signal_needs_a_capture() -> None:
     with pytest.raises(ValueError, match="while the stream captures"):
         GraphSignal()
+
+
+@gpu
+@needs_gpu
+def test_on_a_gpu_a_signal_does_not_wait_for_another_stream() -> None:
+    async def main() -> None:
+        busy, idle = torch.cuda.Stream(), torch.cuda.Stream()
+        for stream in (busy, idle):  # what the first signal makes may wait for the device
+            await gpu_future(stream, wait="eventfd")
+        probe = gpu_work(busy, 400)
+        slow = gpu_future(busy, wait="eventfd")
+        await gpu_future(idle, wait="eventfd")
+        assert not probe() and not slow.done()
+        await slow
+        assert probe()
+
+    run(main)
+
+
+@gpu
+@needs_gpu
+def test_on_a_gpu_it_is_the_stream_itself_that_must_not_capture() -> None:
+    async def main() -> None:
+        stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+        await gpu_future(other)
+        x = torch.zeros(1, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            x += 1
+            with pytest.raises(ValueError, match="while the stream captures"):
+                GraphSignal(other)
+            waiting = gpu_future(other)
+            with torch.cuda.stream(other):
+                with pytest.raises(ValueError, match="is being captured"):
+                    gpu_future(stream)
+                signal = GraphSignal(stream)
+        await waiting
+        with torch.cuda.stream(stream):
+            graph.replay()
+            await signal.future()
+        signal.close()
+        assert x.item() == 1
+
+    run(main)

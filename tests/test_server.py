@@ -66,6 +66,7 @@ class Running:
         grammars: Any = None,
         port: int = 0,
         drain_seconds: float = 0,
+        max_waiting: int = 20,
     ) -> None:
         self.table = RequestTable(num_slots, VOCAB_SIZE, device="cpu", eos_token_ids=[EOS], seed=1)
         self.model = LoopModel(num_slots)
@@ -74,7 +75,7 @@ class Running:
             Sampler(self.table, "torch"),
             self.model,
             max_length=CAPACITY,
-            max_waiting=20,
+            max_waiting=max_waiting,
             new_decoder=lambda: IncrementalDecoder(decode),
         )
         app = make_app(
@@ -250,6 +251,8 @@ def test_logprobs_are_json_where_they_are_infinite(server: Running) -> None:
         ({"prompt": []}, "prompt", "at least one token"),
         ({"prompt": [[1], []]}, "prompt", "at least one token"),
         ({"prompt": 3}, "prompt", "prompt: "),
+        ({"prompt": "a\ud800"}, "prompt", "prompt is no text"),
+        ({"prompt": ["a", "\udc00"]}, "prompt", "prompt is no text"),
         ({"prompt": [VOCAB_SIZE]}, "prompt", f"holds the id {VOCAB_SIZE}"),
         ({"prompt": [1] * CAPACITY}, "prompt", "must fit into 64 tokens"),
         ({"max_tokens": CAPACITY}, "max_tokens", "must fit into 64 tokens"),
@@ -270,6 +273,7 @@ def test_logprobs_are_json_where_they_are_infinite(server: Running) -> None:
         ({"stop": [""]}, "stop", "stop = "),
         ({"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 strings"),
         ({"stop": 3}, "stop", "stop: "),
+        ({"stop": ["a", "b" * 257]}, "stop", "at most 256 characters"),
         ({"seed": 2**64}, "seed", "seed = "),
         ({"presence_penalty": 3}, "presence_penalty", "presence_penalty = 3"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias: "),
@@ -300,8 +304,19 @@ def test_other_refusals(server: Running) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().completions.create(model=MODEL, prompt="a", top_p=7)
     assert caught.value.param == "top_p"
-    assert server.post(b"{")[0] == 400
-    assert server.post(b"[]")[0] == 400
+    for body, message in [
+        (b"{", "the body is not JSON: "),
+        (b"\xff", "parsing the body"),
+        (b"[]", "body: "),
+        (b"", "body: "),
+    ]:
+        status, answer = server.post(body)
+        assert (status, answer["error"]["param"]) == (400, None)
+        assert answer["error"]["message"].startswith(message) or body == b"\xff"
+        assert message in answer["error"]["message"]
+    for path, expected in [("/nowhere", 404), ("/v1/completions", 405)]:
+        status, text = server.get(path)
+        assert status == expected and json.loads(text)["error"]["param"] is None
     status, answer = server.post(b'{"prompt": "' + b"a" * 20_000 + b'"}')
     assert status == 413 and "more than 20000 bytes" in answer["error"]["message"]
     status, answer = server.post(iter([b'{"prompt": "'] + [b"a" * 1000] * 30 + [b'"}']))
@@ -358,11 +373,21 @@ def test_a_full_queue_gets_429() -> None:
             client.completions.create(model=MODEL, prompt="ab", max_tokens=5, stream=True, n=n)
             for n in (1, 19)
         ]
-        with pytest.raises(openai.RateLimitError, match="wait already"):
+        with pytest.raises(openai.RateLimitError, match="would wait for a slot"):
             client.completions.create(model=MODEL, prompt="ab", n=3)
         server.model.gate.set()
         for stream in streams:
             assert list(stream)
+
+
+def test_more_samples_than_the_server_ever_holds_get_400() -> None:
+    with Running(num_slots=1, max_waiting=2) as server:
+        create = server.client().completions.create
+        for options in ({"prompt": "ab", "n": 4}, {"prompt": ["a", "b"], "n": 2}):
+            with pytest.raises(openai.BadRequestError, match="at most 3") as caught:
+                create(model=MODEL, **options)  # type: ignore[call-overload]
+            assert caught.value.param == "n"
+        assert len(create(model=MODEL, prompt="ab", n=3, max_tokens=2).choices) == 3
 
 
 def test_a_failed_loop_is_unwell_and_says_so() -> None:
@@ -373,6 +398,27 @@ def test_a_failed_loop_is_unwell_and_says_so() -> None:
         with pytest.raises(openai.InternalServerError, match="device-side assert"):
             server.client().completions.create(model=MODEL, prompt="ab")
         assert server.get("/health")[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(math.nan, "held NaN"), (-math.inf, "no token was left")]
+)
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "c"]], ids=["one", "two"])
+def test_rows_that_are_none_are_no_answers(value: float, message: str, prompt: Any) -> None:
+    with Running() as server:
+        server.model.logits[:] = value
+        create = server.client().completions.create
+        with pytest.raises(openai.InternalServerError, match=message) as caught:
+            create(model=MODEL, prompt=prompt)
+        assert caught.value.status_code == 500
+        chunks = []
+        with pytest.raises(openai.APIError, match=message):
+            for chunk in create(model=MODEL, prompt=prompt, stream=True):
+                chunks.append(chunk)
+        assert chunks == []
+        until(lambda: server.table.num_free_slots == 4)
+        server.model.logits[:] = 0
+        assert create(model=MODEL, prompt="ab").choices
 
 
 def test_a_json_schema() -> None:
@@ -431,6 +477,8 @@ def test_a_server_that_ends_lets_requests_end_and_takes_no_more() -> None:
         until(lambda: server.loop._draining)
         with pytest.raises(openai.InternalServerError, match="takes no more requests"):
             client.completions.create(model=MODEL, prompt="ab")
+        status, answer = server.get("/health")
+        assert status == 503 and "takes no more requests" in answer
         server.model.gate.set()
         text = "".join(chunk.choices[0].text for chunk in stream)
         assert text == decode(usual_loop(ids("ab"), params)[0])
@@ -471,3 +519,61 @@ def test_a_signal_ends_the_server_soon(number: int) -> None:
     _, errors = process.communicate(timeout=20)
     assert time.monotonic() - begun < PATIENCE
     assert number == signal.SIGINT or not errors
+
+
+def test_a_second_signal_ends_the_draining() -> None:
+    program = """
+        from test_server import *
+
+        running = Running(drain_seconds=1000)
+        running.loop.max_length = None
+        print(running.url, flush=True)
+        running.server.run([running.socket])
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=100)
+    stream = client.completions.create(
+        model=MODEL, prompt="ab", max_tokens=20_000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    process.send_signal(signal.SIGTERM)
+    until(lambda: client._client.get(f"{url}/health").status_code == 503)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="the loop was closed"):
+        list(stream)
+    _, errors = process.communicate(timeout=20)
+    assert time.monotonic() - begun < PATIENCE and not errors
+
+
+def test_a_server_says_where_it_listens_once_it_does() -> None:
+    running = Running()
+    running.socket.close()
+    answers: list[int] = []
+
+    def ask(port: int) -> None:
+        assert port > 0 and running.server.started
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            answers.append(port)
+        running.server.should_exit = True
+
+    running.server._on_listening = ask  # type: ignore[attr-defined]
+    running.server.run()
+    assert len(answers) == 1
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        other = Running(port=taken.getsockname()[1])
+        other.socket.close()
+        other.server._on_listening = ask  # type: ignore[attr-defined]
+        with pytest.raises(SystemExit):
+            other.server.run()
+    assert len(answers) == 1

@@ -33,6 +33,7 @@ from graphed_sampling import (
     IncrementalDecoder,
     QueueFullError,
     RequestTable,
+    RowFlags,
     Sampler,
     SamplingParams,
     StepBatch,
@@ -298,6 +299,18 @@ def test_stop_strings_cut_the_text_where_they_begin(depth: int) -> None:
     run(main)
 
 
+def test_samples_share_their_stop_strings() -> None:
+    async def main() -> None:
+        loop = make_loop()
+        stream = loop.submit([1], SamplingParams(max_tokens=2), n=3, stop=["ab", "c"])
+        stops = [sample.stops for sample in stream._sink.samples]
+        assert len({id(own) for own in stops}) == 3
+        assert len({id(own._automaton) for own in stops if own is not None}) == 1
+        await loop.aclose()
+
+    run(main)
+
+
 def test_n_samples_are_those_of_the_children() -> None:
     async def main() -> None:
         params = SamplingParams(seed=3, max_tokens=12)
@@ -460,6 +473,71 @@ def test_an_error_in_forward_reaches_every_waiter(depth: int) -> None:
     run(main)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration("over"), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_forward_raises_ends_the_loop(error: BaseException) -> None:
+    def forward(batch: StepBatch) -> torch.Tensor:
+        raise error
+
+    async def main() -> None:
+        loop = make_loop(model=forward)  # type: ignore[arg-type]
+        async with loop:
+            with pytest.raises(StepLoopError, match=type(error).__name__) as caught:
+                await collect(loop.generate([1], SamplingParams(max_tokens=2)))
+            assert caught.value.__cause__ is not None
+            assert caught.value.__cause__.__cause__ is error
+            with pytest.raises(StepLoopError, match="the loop has failed"):
+                loop.generate([1], SamplingParams(max_tokens=2))
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration("over"), asyncio.CancelledError(), ValueError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_forward_raises_in_the_loops_own_thread(error: BaseException) -> None:
+    """As on a GPU, where no thread stands between."""
+
+    def forward(batch: StepBatch) -> torch.Tensor:
+        raise error
+
+    async def main() -> None:
+        loop = make_loop(model=forward)  # type: ignore[arg-type]
+        loop._host_stream = None
+        async with loop:
+            # An error that says nothing is called by its name.
+            with pytest.raises(StepLoopError, match=type(error).__name__):
+                await collect(loop.generate([1], SamplingParams(max_tokens=2)))
+            assert loop.failure is not None and not loop.is_open
+
+    run(main)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_task_that_somebody_cancels_fails_the_loop(begun: bool) -> None:
+    async def main() -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        async with make_loop(2) as loop:
+            stream = loop.generate([1], params)
+            if begun:
+                await stream.__anext__()
+            assert loop._runner is not None
+            loop._runner.cancel()
+            with pytest.raises(StepLoopError, match="the loop's task was cancelled"):
+                await collect(stream)
+            with pytest.raises(StepLoopError, match="the loop has failed"):
+                loop.generate([1], params)
+            await loop.drain()
+        assert loop.table.num_free_slots == 2
+
+    run(main)
+
+
 def test_an_error_of_one_request_is_its_own() -> None:
     class Broken:
         def push(self, token_id: int) -> str:
@@ -517,6 +595,47 @@ def test_closing_the_loop_ends_every_request() -> None:
     run(main)
 
 
+def test_closing_that_is_cancelled_goes_on_and_can_be_repeated() -> None:
+    async def main() -> None:
+        loop = make_loop(2)
+        model_of(loop).gate.clear()  # a forward that runs, and that closing waits for
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=60)
+        readers = [asyncio.create_task(collect(loop.generate([i + 1], params))) for i in range(3)]
+        await until(lambda: loop.totals.steps > 0)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(loop.aclose(), 0.01)
+        for reader in readers:  # they are told at once
+            with pytest.raises(StepLoopError, match="the loop was closed"):
+                await reader
+        again = asyncio.create_task(loop.aclose())
+        drained = asyncio.create_task(loop.drain())
+        await asyncio.sleep(0)
+        assert not again.done() and not drained.done()
+        model_of(loop).gate.set()
+        await asyncio.gather(again, drained)
+        assert loop.table.num_free_slots == 2
+        await loop.aclose()
+        await loop.drain()
+
+    run(main)
+
+
+def test_draining_that_closing_cuts_short_returns() -> None:
+    async def main() -> None:
+        loop = make_loop(2)
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=60)
+        stream = loop.generate([1], params)
+        await stream.__anext__()
+        drained = asyncio.create_task(loop.drain())
+        await asyncio.sleep(0)
+        await loop.aclose()
+        assert await drained is None
+        with pytest.raises(StepLoopError, match="the loop was closed"):
+            await collect(stream)
+
+    run(main)
+
+
 def test_refusals_come_before_anything_is_queued() -> None:
     async def main() -> None:
         loop = make_loop(max_length=10, max_waiting=3)
@@ -532,6 +651,7 @@ def test_refusals_come_before_anything_is_queued() -> None:
             ([1], params, {"n": True}, "n = True is not accepted"),
             ([1], params, {"stop": ""}, "stop = '' is not accepted"),
             ([1], params, {"stop": [3]}, r"stop = \[3\] is not accepted"),
+            ([1], params, {"stop": "x" * 1025}, "stop has a string of 1025 characters"),
             ([1], params, {"grammar": 3}, "grammar must be a callable"),
             ([1] * 7, params, {}, "must fit into 10 tokens"),
             ([1] * 10, SamplingParams(), {}, "must fit into 10 tokens"),
@@ -543,10 +663,14 @@ def test_refusals_come_before_anything_is_queued() -> None:
             with pytest.raises(ValueError, match=message):
                 loop.submit(prompt, wrong, **options)
         assert loop.num_waiting == 0
-        streams = [loop.submit([1], params, n=2), loop.submit([1], params)]
-        with pytest.raises(QueueFullError, match="3 samples wait already"):
+        with pytest.raises(ValueError, match="n = 8 is not accepted: the loop holds at most 7"):
+            loop.submit([1], params, n=8)
+        assert loop.max_samples == 7 and loop.num_waiting == 0
+        # Four of them will have a slot at the next step.
+        streams = [loop.submit([1], params, n=5), loop.submit([1], params, n=2)]
+        with pytest.raises(QueueFullError, match="4 samples would wait for a slot"):
             loop.submit([1], params)
-        assert loop.num_waiting == 3 and len(streams) == 2
+        assert loop.num_waiting == 7 and len(streams) == 2
         without_text = make_loop(new_decoder=None)
         with pytest.raises(ValueError, match="the loop has no new_decoder"):
             without_text.submit([1], params, stop="x")
@@ -568,6 +692,8 @@ def test_refusals_come_before_anything_is_queued() -> None:
         ({"max_unread": 0}, "max_unread = 0"),
         ({"wait": "always"}, "wait = 'always'"),
         ({"model": 3}, "forward is int"),
+        ({"new_decoder": 3}, "new_decoder is int"),
+        ({"tracer": 3}, "tracer is int"),
     ],
 )
 def test_loops_that_are_none(options: dict[str, Any], message: str) -> None:
@@ -583,6 +709,23 @@ def test_tables_that_do_not_serve() -> None:
     table.admit(SamplingParams())
     with pytest.raises(ValueError, match="table holds requests already"):
         StepLoop(table, Sampler(table, "torch"), LoopModel(2))
+
+
+def test_a_table_belongs_to_one_open_loop() -> None:
+    async def main() -> None:
+        first = make_loop()
+        sampler = Sampler(first.table, "torch")
+        with pytest.raises(ValueError, match="belongs to another StepLoop, which is not closed"):
+            StepLoop(first.table, sampler, LoopModel(4))
+        await first.aclose()
+        async with StepLoop(first.table, sampler, LoopModel(4)) as second:
+            params = SamplingParams(seed=1, max_tokens=3)
+            assert (
+                tokens_of(await collect(second.generate([1], params)))
+                == (usual_loop([1], params)[0])
+            )
+
+    run(main)
 
 
 def test_steps_by_hand() -> None:
@@ -602,6 +745,32 @@ def test_steps_by_hand() -> None:
             assert tokens_of(await collect(stream)) == usual_loop([i + 1], params)[0]
         assert await loop.async_forward() is None
         await loop.aclose()
+
+    run(main)
+
+
+@pytest.mark.parametrize("in_a_thread", [True, False])
+def test_steps_by_hand_fail_the_loop(in_a_thread: bool) -> None:
+    async def main() -> None:
+        loop = make_loop(2)
+        if not in_a_thread:
+            loop._host_stream = None
+        model_of(loop).fail_at = 0
+        stream = loop.submit([1], SamplingParams(max_tokens=5))
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            result = await loop.async_forward()
+            assert result is not None
+            await loop.async_bookkeep(result)
+        assert str(loop.failure) == "device-side assert"
+        with pytest.raises(StepLoopError, match="device-side assert"):
+            await collect(stream)
+        with pytest.raises(StepLoopError, match="the loop has failed: device-side assert"):
+            await loop.async_forward()
+        with pytest.raises(StepLoopError, match="the loop has failed"):
+            loop.submit([1], SamplingParams(max_tokens=5))
+        await loop.drain()  # returns at once
+        await loop.aclose()
+        assert loop.table.num_free_slots == 2
 
     run(main)
 
@@ -641,6 +810,38 @@ def test_a_forward_that_samples_itself() -> None:
         async with StepLoop(table, None, LoopModel(3)) as loop:
             with pytest.raises(StepLoopError, match="must return a StepOutput"):
                 await collect(loop.generate([1], params))
+        async with StepLoop(table, Sampler(table, "torch"), forward) as loop:
+            with pytest.raises(StepLoopError, match="must return logits: there is a sampler"):
+                await collect(loop.generate([1], params))
+
+    run(main)
+
+
+def test_deltas_tell_of_rows_that_are_none() -> None:
+    async def main() -> None:
+        model = LoopModel(2)
+        async with make_loop(2, model=model, max_prompts=1, depth=0) as loop:
+            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+            deltas = await collect(loop.generate([1], params))
+            assert [delta.flags for delta in deltas] == [RowFlags(0)] * 3
+            model.logits[:, 5] = math.nan
+            deltas = await collect(loop.generate([1], params))
+            assert [delta.flags for delta in deltas] == [RowFlags.NAN] * 3
+            model.logits[:] = -math.inf
+            deltas = await collect(loop.generate([1], params))
+            assert [delta.flags for delta in deltas] == [RowFlags.EMPTY] * 3
+
+    run(main)
+
+
+def test_an_output_with_too_few_rows() -> None:
+    async def main() -> None:
+        table = RequestTable(3, VOCAB_SIZE, device="cpu")
+        output = new_output(table, 1)
+        async with StepLoop(table, None, lambda _batch: output) as loop:
+            with pytest.raises(StepLoopError, match="StepOutput of 1 rows for 2 slots") as caught:
+                await collect(loop.generate([1], SamplingParams(max_tokens=2), n=2))
+            assert isinstance(caught.value.__cause__, ValueError)
 
     run(main)
 
@@ -910,6 +1111,46 @@ def test_a_token_that_the_grammar_refuses_ends_its_request() -> None:
             )
             with pytest.raises(StepLoopError, match="the grammar does not allow the token"):
                 await collect(bad)
+
+    run(main)
+
+
+def test_a_grammar_and_parameters_that_allow_nothing_together_end_the_request() -> None:
+    async def main() -> None:
+        async with make_loop(2) as loop:
+            params = SamplingParams(seed=1, allowed_token_ids=[3, 5, 50])
+            stream = loop.generate([1], params, grammar=lambda: Cycle(GROUPS, 9))
+            assert (await stream.__anext__()).token_ids[0] in (3, 5)
+            with pytest.raises(StepLoopError, match="no token was left to draw"):
+                await stream.__anext__()
+
+    run(main)
+
+
+def test_what_a_matcher_says_of_ids_above_the_vocabulary_does_not_count() -> None:
+    assert VOCAB_SIZE % 32, "there must be bits of no token"
+
+    async def main() -> None:
+        async with make_loop(2) as loop:
+            above = loop.generate(
+                [1], SamplingParams(seed=1), grammar=lambda: Cycle([[3], [VOCAB_SIZE]], 9)
+            )
+            with pytest.raises(StepLoopError, match="the grammar allows no token"):
+                await collect(above)
+
+    run(main)
+
+
+def test_a_decoder_that_fails_at_a_grammars_end_ends_its_request() -> None:
+    class Broken(IncrementalDecoder):
+        def flush(self) -> str:
+            raise UnicodeError("half a character")
+
+    async def main() -> None:
+        async with make_loop(2, new_decoder=lambda: Broken(decode)) as loop:
+            stream = loop.generate([1], SamplingParams(seed=1), grammar=lambda: Cycle(GROUPS, 3))
+            with pytest.raises(StepLoopError, match="half a character"):
+                await collect(stream)
 
     run(main)
 

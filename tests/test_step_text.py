@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphed_sampling import IncrementalDecoder
-from graphed_sampling.step.text import StopStrings, check_stop_strings
+from graphed_sampling.step.text import StopAutomaton, StopStrings, check_stop_strings
 
 ALPHABET = "abc"
 
@@ -29,7 +30,7 @@ def naive(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
 )
 def test_stop_strings_are_found_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
-    finder, shown, found = StopStrings(stops), "", None
+    finder, shown, found = StopStrings(StopAutomaton(stops)), "", None
     expected, stop = naive("".join(pieces), stops)
     for piece in pieces:
         text, found = finder.push(piece)
@@ -44,7 +45,7 @@ def test_stop_strings_are_found_whatever_the_pieces(pieces: list[str], stops: li
 
 @given(st.text(ALPHABET, max_size=20), st.text(ALPHABET, min_size=1, max_size=4))
 def test_no_more_is_held_back_than_may_be_a_beginning(text: str, stop: str) -> None:
-    finder = StopStrings([stop])
+    finder = StopStrings(StopAutomaton([stop]))
     shown, found = finder.push(text)
     if found is None:
         held = text[len(shown) :]
@@ -90,10 +91,29 @@ def test_bytes_that_never_become_a_character_are_shown_in_the_end() -> None:
 @pytest.mark.parametrize("stop", [["a", ""], ["a", 3], b"ab", 7, [str(i) for i in range(17)], None])
 def test_stop_strings_that_are_none(stop: object) -> None:
     with pytest.raises(ValueError, match=r"stop = .* at most 16 strings, none of them empty"):
-        check_stop_strings(stop, 16)
+        check_stop_strings(stop, 16, 9)
+
+
+def test_a_stop_string_that_is_too_long() -> None:
+    assert check_stop_strings(["a", "b" * 9], 16, 9) == ("a", "b" * 9)
+    with pytest.raises(ValueError, match="stop has a string of 10 characters: at most 9 are"):
+        check_stop_strings(["a", "b" * 10], 16, 9)
+
+
+def test_memory_of_stop_strings_grows_with_their_length() -> None:
+    def size(length: int) -> int:
+        stops = ["".join(chr(97 + i * i % 23) for i in range(length))]
+        tracemalloc.start()
+        automaton = StopAutomaton(stops)
+        current, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert automaton.depth[-1] == length
+        return current
+
+    assert size(8000) < 6 * size(2000)
 
 
 def test_stop_strings_as_they_may_be_given() -> None:
-    assert check_stop_strings("ab", 16) == ("ab",)
-    assert check_stop_strings(["b", "a", "b"], 16) == ("b", "a")
-    assert check_stop_strings((), 16) == ()
+    assert check_stop_strings("ab", 16, 9) == ("ab",)
+    assert check_stop_strings(["b", "a", "b"], 16, 9) == ("b", "a")
+    assert check_stop_strings((), 16, 9) == ()

@@ -21,8 +21,10 @@ from graphed_sampling import (  # noqa: E402
     StepBatch,
     StepLoop,
 )
+from graphed_sampling.demo import trace  # noqa: E402
 from graphed_sampling.demo.random_model import TINY, RandomForward, RandomModel  # noqa: E402
-from graphed_sampling.demo.trace import write_perfetto  # noqa: E402
+from graphed_sampling.demo.run import OptionError  # noqa: E402
+from graphed_sampling.demo.trace import TraceOptions, run_trace, write_perfetto  # noqa: E402
 from graphed_sampling.step.trace import LANES, LagProbe, Span  # noqa: E402
 
 GPU = pytest.param(
@@ -64,6 +66,19 @@ def test_the_command_refuses(arguments: list[str], message: str) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, of the trace extra, is not installed")
     status, text = run("trace", *arguments)
     assert status == 2 and message in text
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(_device: str) -> None:
+        raise AssertionError("the run began")
+
+    monkeypatch.setattr(trace, "pick_device", never)
+    (tmp_path / "x.png").mkdir()  # a folder that is not ours would do, too, but not for root
+    with pytest.raises(OptionError, match=r"x\.png cannot be written: Is a directory"):
+        run_trace(TraceOptions(out=tmp_path / "x"))
+    assert [file.name for file in tmp_path.iterdir()] == ["x.png"]
 
 
 def test_perfetto_gets_microseconds_from_the_first_span_on(tmp_path: Path) -> None:

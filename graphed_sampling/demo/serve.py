@@ -37,13 +37,13 @@ class ServerOptions:
 def serve_model(options: ServerOptions) -> None:
     """Serve until a signal comes. Errors as `run_demo`."""
     server = load_server(options)
-    print(f"Listening at http://{options.host}:{options.port}/v1", flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again when all is over
         server.run()
 
 
 def load_server(options: ServerOptions) -> uvicorn.Server:
-    """The server over the demo's model; `response_format` where xgrammar is installed."""
+    """The server over the demo's model; `response_format` where xgrammar is installed. It says
+    where it listens once it does."""
     device = pick_device(options.device)
     backend = pick_backend(options.backend, device)
     console = screen.new_console(plain=True)
@@ -66,6 +66,7 @@ def load_server(options: ServerOptions) -> uvicorn.Server:
             max_waiting=options.max_waiting,
             new_decoder=lambda: StreamDecoder(tokenizer),
         )
+    host = f"[{options.host}]" if ":" in options.host else options.host
     grammars = None
     if importlib.util.find_spec("xgrammar") is not None:
         grammars = JsonGrammars(tokenizer, model.vocab_size)
@@ -76,4 +77,5 @@ def load_server(options: ServerOptions) -> uvicorn.Server:
         host=options.host,
         port=options.port,
         drain_seconds=options.drain_seconds,
+        on_listening=lambda port: print(f"Listening at http://{host}:{port}/v1", flush=True),
     )

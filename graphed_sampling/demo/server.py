@@ -2,7 +2,7 @@
 
     POST /v1/completions   streaming or not; the parameters of OpenAI and those of `SamplingParams`
     GET  /v1/models        the one model
-    GET  /health           503 once the loop has failed
+    GET  /health           503 once the loop has failed, or takes no more requests
     GET  /metrics          for Prometheus
 
 What is not accepted gets 400 with the field in `param`, a body that is too large 413, and a full
@@ -19,8 +19,9 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Annotated, Any, Final, Literal, Protocol
 
 import uvicorn
@@ -31,6 +32,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from graphed_sampling import (
     Delta,
@@ -39,10 +41,12 @@ from graphed_sampling import (
     LagProbe,
     Matcher,
     QueueFullError,
+    RowFlags,
     SamplingParams,
     StepLoop,
     StepLoopError,
 )
+from graphed_sampling.step.requests import message_of
 
 Grammar = Callable[[], Matcher]
 _LOWEST_LOGPROB: Final = -9999.0  # JSON has no infinities; it is what OpenAI's answers say
@@ -64,6 +68,8 @@ class Limits:
     choices: int = 64
     """Prompts times n."""
     schema_bytes: int = 2**16
+    stop_length: int = 256
+    """Characters of a stop string; the loop's own limit is higher."""
 
 
 class StreamOptions(BaseModel):
@@ -145,6 +151,18 @@ class FieldError(Exception):
         self.field, self.status = field, status
 
 
+class RowError(Exception):
+    """A token was drawn from a row that is none: the answer means nothing from there on."""
+
+
+def _checked(delta: Delta) -> Delta:
+    if delta.flags & RowFlags.NAN:
+        raise RowError("the model's logits held NaN")
+    if delta.flags & RowFlags.EMPTY:
+        raise RowError("no token was left to draw: parameters and logits together allow none")
+    return delta
+
+
 class JsonGrammars:
     """Grammars of JSON schemas by xgrammar; each schema is compiled once, in a thread."""
 
@@ -204,11 +222,18 @@ def make_app(
     @app.exception_handler(RequestValidationError)
     async def wrong_type(_request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            reason = first.get("ctx", {}).get("error", first["msg"])
+            return _error(400, f"the body is not JSON: {reason}", None)
         # ("body", "stop", "list[str]", 0): the field, without the branches of its union.
         names = [str(part) for part in first["loc"][1:2]]
         return _error(
             400, f"{'.'.join(names) or 'body'}: {first['msg']}", names[0] if names else None
         )
+
+    @app.exception_handler(HTTPException)
+    async def of_the_framework(_request: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail), None)
 
     @app.exception_handler(FieldError)
     async def not_accepted(_request: Request, error: FieldError) -> JSONResponse:
@@ -218,11 +243,17 @@ def make_app(
     async def failed(_request: Request, error: StepLoopError) -> JSONResponse:
         return _error(503, str(error), None)
 
+    @app.exception_handler(RowError)
+    async def no_row(_request: Request, error: RowError) -> JSONResponse:
+        return _error(500, str(error), None)
+
     @app.get("/health")
     async def health() -> Response:
         failure = loop.failure
         if failure is not None:
-            return _error(503, f"the loop has failed: {failure}", None)
+            return _error(503, f"the loop has failed: {message_of(failure)}", None)
+        if not loop.is_open:
+            return _error(503, "the loop takes no more requests", None)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -309,10 +340,17 @@ class _Service:
         most = self._limits.choices
         if not 1 <= body.n <= most or len(prompts) * body.n > most:
             raise FieldError("n", f"n = {body.n}: prompts times n must be in [1, {most}]")
+        if len(prompts) * body.n > self._loop.max_samples:
+            most = self._loop.max_samples
+            raise FieldError("n", f"n = {body.n}: prompts times n: the server holds at most {most}")
         if body.best_of not in (None, body.n):
             raise FieldError("best_of", f"best_of = {body.best_of} is not accepted: it must be n")
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options", "stream_options goes with stream = true")
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        longest_stop = self._limits.stop_length
+        if any(len(stop) > longest_stop for stop in stops):
+            raise FieldError("stop", f"stop: a stop string has at most {longest_stop} characters")
         capacity = self._loop.max_length
         longest = max(map(len, prompts))
         if capacity is not None and longest + max(body.max_tokens, 1) > capacity:
@@ -349,13 +387,17 @@ class _Service:
         several: list[Any] = [prompt] if isinstance(prompt, str) else [*prompt]
         if several and isinstance(several[0], int):
             several = [several]
-        prompts: list[list[int]] = [
-            self._tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p
-            for p in several
-        ]
+        prompts: list[list[int]] = [self._encode(p) if isinstance(p, str) else p for p in several]
         if not prompts or not all(prompts):
             raise FieldError("prompt", "prompt must hold at least one token")
         return prompts
+
+    def _encode(self, prompt: str) -> list[int]:
+        try:
+            prompt.encode()  # JSON can spell halves of characters, which tokenizers choke on
+        except UnicodeEncodeError as error:
+            raise FieldError("prompt", f"prompt is no text: {error}") from error
+        return self._tokenizer.encode(prompt, add_special_tokens=False)
 
     async def _grammar(self, wanted: ResponseFormat | None) -> Grammar | None:
         if wanted is None or wanted.type == "text":
@@ -387,7 +429,7 @@ class _Service:
                 last = writer.envelope([]) | {"usage": usage.as_json()}
                 yield f"data: {json.dumps(last)}\n\n"
             yield "data: [DONE]\n\n"
-        except StepLoopError as error:
+        except (StepLoopError, RowError) as error:
             wrong = {"message": str(error), "type": "server_error", "param": None, "code": None}
             yield f"data: {json.dumps({'error': wrong})}\n\n"
         finally:
@@ -418,7 +460,7 @@ async def _merged(streams: list[DeltaStream], n: int) -> AsyncIterator[tuple[int
     """Deltas of all prompts as they come, with the index of their choice."""
     if len(streams) == 1:
         async for delta in streams[0]:
-            yield delta.sample, delta
+            yield delta.sample, _checked(delta)
         return
     waiting: dict[asyncio.Task[Delta], int] = {}
 
@@ -437,7 +479,7 @@ async def _merged(streams: list[DeltaStream], n: int) -> AsyncIterator[tuple[int
                 except EOFError:
                     continue
                 ask(number)
-                yield number * n + delta.sample, delta
+                yield number * n + delta.sample, _checked(delta)
     finally:
         for task in waiting:
             task.cancel()
@@ -515,28 +557,65 @@ def _field_of(error: ValueError) -> str | None:
 class _Server(uvicorn.Server):
     """Lets requests end, or ends them, before uvicorn waits for their connections."""
 
-    def __init__(self, config: uvicorn.Config, loop: StepLoop, drain_seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        loop: StepLoop,
+        drain_seconds: float,
+        on_listening: Callable[[int], None] | None,
+    ) -> None:
         super().__init__(config)
         self._loop = loop
         self._drain_seconds = drain_seconds
+        self._on_listening = on_listening
+        self._hurry = asyncio.Event()
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # it is not the first signal
+            if self._event_loop is None:
+                self._hurry.set()
+            else:
+                self._event_loop.call_soon_threadsafe(self._hurry.set)
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_listening is not None:
+            self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._loop.drain(), self._drain_seconds)
+        self._event_loop = asyncio.get_running_loop()
+        ends = [
+            asyncio.ensure_future(self._loop.drain()),
+            asyncio.ensure_future(self._hurry.wait()),
+        ]
+        await asyncio.wait(ends, timeout=self._drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
         await self._loop.aclose()
         await super().shutdown(sockets)
 
 
 def make_server(
-    app: FastAPI, loop: StepLoop, *, host: str, port: int, drain_seconds: float
+    app: FastAPI,
+    loop: StepLoop,
+    *,
+    host: str,
+    port: int,
+    drain_seconds: float,
+    on_listening: Callable[[int], None] | None = None,
 ) -> uvicorn.Server:
     """A server that, told to end, takes no more requests and gives those that it has
-    `drain_seconds`."""
+    `drain_seconds`; a second signal ends them.
+
+    on_listening: is called with the port, once clients can connect.
+    """
     # What is left of an answer after its request has ended is written within a second, or dropped.
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1
     )
-    return _Server(config, loop, drain_seconds)
+    return _Server(config, loop, drain_seconds, on_listening)
 
 
 Receive = Callable[[], Awaitable[Any]]

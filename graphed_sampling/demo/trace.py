@@ -19,7 +19,7 @@ from graphed_sampling import (
     Tracer,
 )
 from graphed_sampling.demo.random_model import SHAPES, RandomForward, RandomModel
-from graphed_sampling.demo.run import pick_backend, pick_device
+from graphed_sampling.demo.run import OptionError, pick_backend, pick_device
 from graphed_sampling.step.trace import LANES, Span
 
 _PROMPT_TOKENS: Final = 16
@@ -61,7 +61,10 @@ class TraceSummary:
 
 
 def run_trace(options: TraceOptions) -> TraceSummary:
-    """Run the steps and write `out`.json and `out`.png; OptionError as `run_demo`."""
+    """Run the steps and write `out`.json and `out`.png; OptionError as `run_demo`, and for files
+    that cannot be written."""
+    for file in options.files:
+        _check_writable(file)
     device = pick_device(options.device)
     size = options.size
     if size == "auto":
@@ -97,6 +100,17 @@ def run_trace(options: TraceOptions) -> TraceSummary:
         probe.quantile(0.5),
         probe.quantile(0.99),
     )
+
+
+def _check_writable(file: Path) -> None:
+    """Before the run. Only opening it tells."""
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise OptionError(f"--out: {file} cannot be written: {error.strerror}") from error
+    if is_new:
+        file.unlink()
 
 
 def _letters(token_ids: Sequence[int]) -> str:

@@ -89,7 +89,7 @@ def gpu_future(
             f"stream is {type(stream).__name__}: it must be a torch.cuda.Stream, a HostStream "
             "or None"
         )
-    with torch.cuda.device(stream.device):
+    with torch.cuda.stream(stream):  # it is the one that is asked, whatever else captures
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("stream is being captured: GraphSignal signals from inside a graph")
         if wait == "auto":
@@ -320,11 +320,12 @@ class GraphSignal:
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         if problem := eventfd_problem():
             raise ValueError(f"a GraphSignal cannot be made: {problem}")
-        handle = (stream or torch.cuda.current_stream()).cuda_stream
-        if not torch.cuda.is_current_stream_capturing():
-            raise ValueError("a GraphSignal is made while the stream captures")
-        self._open()
-        torch.ops.graphed_sampling.capture_signal_fd(handle, self._fd)
+        stream = stream or torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                raise ValueError("a GraphSignal is made while the stream captures")
+            self._open()
+            torch.ops.graphed_sampling.capture_signal_fd(stream.cuda_stream, self._fd)
 
     def _open(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -332,6 +333,7 @@ class GraphSignal:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._issued = self._arrived = 0
         self._waiting: dict[int, tuple[asyncio.Future[None], Event]] = {}
+        self._watched = False
 
     def future(self, event: Event | None = None) -> asyncio.Future[None]:
         """Of the replay that was enqueued last; one call for each replay.
@@ -352,9 +354,10 @@ class GraphSignal:
         if self._issued <= self._arrived:
             future.set_result(None)
         else:
-            if not self._waiting:
-                loop.call_later(WATCHDOG_SECONDS, self._look)
             self._waiting[self._issued] = future, event
+            if not self._watched:
+                self._watched = True
+                loop.call_later(WATCHDOG_SECONDS, self._look)
         return future
 
     def close(self) -> None:
@@ -384,7 +387,8 @@ class GraphSignal:
                 del self._waiting[ticket]
                 if not future.done():
                     future.set_exception(error)
-        if self._waiting:
+        self._watched = bool(self._waiting)
+        if self._watched:
             asyncio.get_running_loop().call_later(WATCHDOG_SECONDS, self._look)
 
 
@@ -434,11 +438,20 @@ class HostStream:
         self._queue.put(None)
 
 
+def plain_error(error: BaseException) -> Exception:
+    """`error`, or one that it is the cause of where asyncio gives it a meaning of its own."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    plain = RuntimeError(f"{error!r} was raised")
+    plain.__cause__ = error
+    return plain
+
+
 def _copy_result(job: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:
     if future.done():  # cancelled
         return
     if (error := job.exception()) is not None:
-        future.set_exception(error)
+        future.set_exception(plain_error(error))
     else:
         future.set_result(job.result())
 

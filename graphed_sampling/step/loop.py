@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphed_sampling.layout import FinishReason
+from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.sampler import StepOutput
 from graphed_sampling.step.batch import Forward, PrefillChunk, SamplerLike, StepBatch
 from graphed_sampling.step.clock import Base, Clock, Mark
-from graphed_sampling.step.futures import HostStream, Wait, gpu_future
+from graphed_sampling.step.futures import HostStream, Wait, gpu_future, plain_error
 from graphed_sampling.step.reports import HostViews, Reports
 from graphed_sampling.step.requests import (
     Delta,
@@ -43,16 +44,30 @@ from graphed_sampling.step.requests import (
     Sink,
     StepLoopError,
     as_prompt,
+    message_of,
 )
 from graphed_sampling.step.ring import OutputRing, OutputSlot
-from graphed_sampling.step.text import StopStrings, TokenDecoder, check_count, check_stop_strings
+from graphed_sampling.step.text import (
+    StopAutomaton,
+    StopStrings,
+    TokenDecoder,
+    check_count,
+    check_stop_strings,
+)
 from graphed_sampling.step.trace import LoopTotals, Tracer
 from graphed_sampling.table import RequestTable, device_guard
 
 SLICE_SECONDS: Final = 0.0005
 """Bookkeeping yields to the event loop at least so often."""
 MAX_STOP_STRINGS: Final = 16
-_REASONS: Final = tuple(FinishReason)  # by value; calling the enum takes ten times as long
+MAX_STOP_LENGTH: Final = 1024
+_OWNERS: Final[weakref.WeakKeyDictionary[RequestTable, weakref.ref[StepLoop]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The loop that a table belongs to."""
+# By value: calling the enums takes ten times as long.
+_REASONS: Final = tuple(FinishReason)
+_FLAGS: Final = tuple(RowFlags(value) for value in range(2 * max(RowFlags)))
 
 
 @dataclass(eq=False)
@@ -66,6 +81,7 @@ class StepResult:
     _clock: Clock
     _tokens: list[int] = field(default_factory=list)
     _reasons: list[int] = field(default_factory=list)
+    _flags: list[int] = field(default_factory=list)
     _settled: bool = False
     _after_pause: bool = False
 
@@ -92,8 +108,8 @@ class _Plan:
 class StepLoop:
     """Serves requests by steps of `forward` and `sampler`, many at once.
 
-    table: empty, and the loop's alone from now on. sampler: `Sampler` or `GraphedSampler` of it;
-    None where `forward` samples itself, in a graph of both say, and returns the `StepOutput`.
+    table: empty, and the loop's alone until it is closed. sampler: `Sampler` or `GraphedSampler` of
+    it; None where `forward` samples itself, in a graph of both say, and returns the `StepOutput`.
     forward: called with a `StepBatch`, on the loop's stream under `torch.no_grad`; returns logits
     [len(batch.slots), >= vocab_size] on the table's device. It must not wait for the device.
     depth: steps enqueued beyond the one whose output is awaited. 0 is serial: nothing overlaps.
@@ -102,7 +118,7 @@ class StepLoop:
     entry of the table's upload ring (`staging_stats` counts it).
     max_prefill_tokens: of prompts, in one step; longer prompts come in chunks. max_prompts: prompts
     in one step. max_length: tokens that a slot can hold, prompt and answer; None is no limit.
-    max_waiting: requests that may wait for a slot. max_unread: tokens of a sample that may be
+    max_waiting: samples that may wait for a slot. max_unread: tokens of a sample that may be
     under way or lie unread before the sample is held. new_decoder: makes each sample its
     `TokenDecoder`; without it there is no text. wait: how the GPU is waited for, as for
     `gpu_future`. tracer: is told what happens when. ValueError for arguments not accepted.
@@ -129,10 +145,18 @@ class StepLoop:
     ) -> None:
         if table.num_free_slots != table.max_requests:
             raise ValueError("table holds requests already: a StepLoop admits its own")
+        owner = _OWNERS.get(table)
+        other = owner() if owner is not None else None
+        if other is not None and not other._is_closed:
+            raise ValueError("table belongs to another StepLoop, which is not closed")
         if sampler is not None and sampler.table is not table:
             raise ValueError("sampler belongs to another table")
         if not callable(forward):
             raise ValueError(f"forward is {type(forward).__name__}: it must be callable")
+        if new_decoder is not None and not callable(new_decoder):
+            raise ValueError(f"new_decoder is {type(new_decoder).__name__}: it must be callable")
+        if tracer is not None and not callable(getattr(tracer, "add", None)):
+            raise ValueError(f"tracer is {type(tracer).__name__}: it must be a Tracer")
         self.table = table
         self.depth = check_count("depth", depth, 0)
         self.max_length = None if max_length is None else check_count("max_length", max_length, 2)
@@ -156,6 +180,10 @@ class StepLoop:
         self._freed: list[int] = []  # for forward to learn of
         self._sinks: set[Sink] = set()
 
+        # What a matcher says of ids above the vocabulary does not count.
+        bits = np.zeros(32 * table.layout.bitmap_words, np.bool_)
+        bits[: table.vocab_size] = True
+        self._vocabulary = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
         words = table.layout.output_words
         self._wait: Wait = wait
         self._ring = OutputRing(table.device, self._num_slots, words, self.depth + 2, wait=wait)
@@ -172,7 +200,9 @@ class StepLoop:
         self._runner: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._draining = self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
+        _OWNERS[table] = weakref.ref(self)
 
     # ----------------------------------------------------------------------- for callers
 
@@ -185,6 +215,16 @@ class StepLoop:
     def num_active(self) -> int:
         """Samples that have a slot."""
         return len(self._prefilling) + len(self._running)
+
+    @property
+    def max_samples(self) -> int:
+        """Samples that the loop holds at most, those that wait included."""
+        return self._num_slots + self.max_waiting
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: it has not failed, and is neither drained nor closed."""
+        return self._error is None and not (self._closed or self._draining)
 
     @property
     def failure(self) -> BaseException | None:
@@ -203,11 +243,13 @@ class StepLoop:
         """Queue a request, and start the loop's own task where it does not run yet.
 
         prompt_token_ids: at least one. params: of each sample; where n > 1 the i-th gets
-        `params.child(i)`. stop: strings that end an answer and are not shown, at most 16.
+        `params.child(i)`. stop: strings that end an answer and are not shown, at most 16
+        of at most 1024 characters.
         grammar: makes a `Matcher`, one a sample; a row waits for the mask that follows from its
         last token, and other rows do not wait for it.
-        ValueError, with nothing queued, for what is not accepted; QueueFullError when too many
-        requests wait already; StepLoopError when the loop has failed, drains or is closed.
+        ValueError, with nothing queued, for what is not accepted; QueueFullError when more than
+        `max_waiting` samples would wait for a slot; StepLoopError when the loop has failed, drains
+        or is closed.
         """
         stream = self.submit(prompt_token_ids, params, n=n, stop=stop, grammar=grammar)
         self.start()
@@ -230,7 +272,11 @@ class StepLoop:
             raise ValueError("this StepLoop belongs to another event loop")
         prompt = as_prompt(prompt_token_ids)
         n = check_count("n", n, 1)
-        stops = check_stop_strings(stop, MAX_STOP_STRINGS)
+        if n > self.max_samples:
+            raise ValueError(
+                f"n = {n} is not accepted: the loop holds at most {self.max_samples} samples"
+            )
+        stops = check_stop_strings(stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
         if stops and self._new_decoder is None:
             raise ValueError("stop is not accepted: the loop has no new_decoder, and so no text")
         if grammar is not None and not callable(grammar):
@@ -253,11 +299,13 @@ class StepLoop:
                 params = replace(params, max_tokens=limit)
         limit = params.max_tokens or limit
         self._check_open()
-        if self.num_waiting + n > self.max_waiting:
+        excess = self.num_waiting + n - len(self._free)
+        if excess > self.max_waiting:
             raise QueueFullError(
-                f"{self.num_waiting} samples wait already: the loop lets {self.max_waiting} wait"
+                f"{excess} samples would wait for a slot: the loop lets {self.max_waiting} wait"
             )
         sink = Sink(n)
+        automaton = StopAutomaton(stops) if stops else None
         words = self.table.layout.bitmap_words
         for index in range(n):
             sink.samples.append(
@@ -268,7 +316,7 @@ class StepLoop:
                     params.child(index) if n > 1 else params,
                     limit=limit,
                     decoder=self._new_decoder() if self._new_decoder else None,
-                    stops=StopStrings(stops) if stops else None,
+                    stops=StopStrings(automaton) if automaton else None,
                     matcher=grammar() if grammar else None,
                     bitmask=torch.full((1, words), -1, dtype=torch.int32) if grammar else None,
                 )
@@ -288,28 +336,46 @@ class StepLoop:
         if self._runner is None:
             self._event_loop = asyncio.get_running_loop()
             self._runner = self._event_loop.create_task(self._run(), name="step-loop")
+            self._runner.add_done_callback(self._on_exit)
 
     async def drain(self) -> None:
-        """Take no more requests, and return when those that are there have ended."""
+        """Take no more requests, and return when those that are there have ended, however.
+
+        A caller who neither reads nor closes its stream keeps it from ending. Where steps are made
+        by hand it returns at once: whoever makes them goes on until there is nothing to do.
+        """
         self._draining = True
         self._wake.set()
         if self._runner is not None:
-            await asyncio.shield(self._runner)
+            await asyncio.wait([self._runner])
 
     async def aclose(self) -> None:
-        """End all requests with StepLoopError, and free all slots when the device is done."""
-        if self._closed:
-            return
-        self._closed = True
+        """End all requests with StepLoopError, and free all slots when the device is done.
+
+        It waits for the steps under way, on the CPU for a `forward` that runs. Cancelled, it goes
+        on; called again, it waits for the same.
+        """
+        if not self._closed:
+            self._closed = True
+            self._end_all(StepLoopError("the loop was closed"))
+        if self._closing is None or self._closing.cancelled():
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         if self._runner is not None and not self._runner.done():
-            self._runner.cancel()
+            if self._error is None:  # else it is about to end, and waits for the device
+                self._runner.cancel()
             await asyncio.wait([self._runner])
-        self._end_all(StepLoopError("the loop was closed"))
         await self._release_all()
         if self._matchers is not None:
             self._matchers.shutdown(wait=False, cancel_futures=True)
         if self._host_stream is not None:
             self._host_stream.close()
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._closing is not None and self._closing.done()
 
     async def __aenter__(self) -> StepLoop:
         self.start()
@@ -325,11 +391,13 @@ class StepLoop:
 
         It waits for no device, but for an entry of the output ring when `depth` + 2 results have
         not been bookkept. An error of `forward` is raised here on a GPU, and on the CPU by
-        `async_bookkeep`.
+        `async_bookkeep`; the loop has failed then.
         """
         started = time.perf_counter()
         slot = self._ring.try_acquire() or await self._ring.acquire()
         try:
+            if self._error is not None:
+                raise self._failed() from self._error
             plan = self._plan()
             if plan is None:
                 slot.release()
@@ -344,9 +412,12 @@ class StepLoop:
                 arrival = (
                     self._ring.arrival() if plan.rows else gpu_future(self._stream, wait=self._wait)
                 )
-        except BaseException:
+        except BaseException as error:
             if slot._held:
                 slot.release()
+            self._fail(error)
+            if isinstance(error, asyncio.CancelledError):  # forward's own: nobody cancelled this
+                raise plain_error(error) from error
             raise
         arrival.add_done_callback(self._on_arrival)
         result = StepResult(self.totals.steps, plan.rows, arrival, slot, clock)
@@ -373,12 +444,14 @@ class StepLoop:
         begin = time.perf_counter()
         if rows:
             reports = Reports(self._views_of(result._slot), result.rows)
-            tokens, reasons = result._tokens, result._reasons
+            tokens, reasons, flags = result._tokens, result._reasons, result._flags
             for row, sample in enumerate(result.rows):
                 if sample.done:
                     continue  # a row-step that was under way when the request ended
                 try:
-                    self._advance(sample, row, tokens[row], reasons[row], reports)
+                    self._advance(
+                        sample, row, tokens[row], reasons[row], _FLAGS[flags[row]], reports
+                    )
                 except Exception as error:
                     self._end(sample.sink, error)
                 now = time.perf_counter()
@@ -478,7 +551,16 @@ class StepLoop:
                 self._ring.protect()
             output = self._forward(batch)
             if len(plan.rows):
-                if not isinstance(output, StepOutput):
+                if isinstance(output, StepOutput):
+                    if self._sampler is not None:
+                        # Its record could be rewritten while the last one is still being copied.
+                        raise TypeError("forward must return logits: there is a sampler")
+                    if len(output.record) < len(plan.rows):
+                        raise ValueError(
+                            f"forward returned a StepOutput of {len(output.record)} rows for "
+                            f"{len(plan.rows)} slots"
+                        )
+                else:
                     if self._sampler is None:
                         raise TypeError("forward must return a StepOutput: there is no sampler")
                     self._ring.protect()
@@ -498,12 +580,14 @@ class StepLoop:
         error = result._arrival.exception()
         if error is not None:
             result._slot.release()
+            self._fail(error)
             raise error
         rows = len(result.rows)
         if rows:
             views = self._views_of(result._slot)
             result._tokens = views.token_ids[:rows].tolist()
             result._reasons = views.finish_reason[:rows].tolist()
+            result._flags = views.flags[:rows].tolist()
             for sample, reason in zip(result.rows, result._reasons, strict=True):
                 if reason and sample.slot >= 0:
                     self._vacate(sample)
@@ -515,10 +599,23 @@ class StepLoop:
             views = self._views[slot] = HostViews(StepOutput(slot.host, self.table.layout))
         return views
 
-    def _advance(self, sample: Sample, row: int, token: int, reason: int, reports: Reports) -> None:
+    def _advance(
+        self,
+        sample: Sample,
+        row: int,
+        token: int,
+        reason: int,
+        flags: RowFlags,
+        reports: Reports,
+    ) -> None:
         """One more token of a sample to its caller."""
         if token < 0:
             raise RuntimeError(f"the step drew no token for slot {sample.slot}")
+        if sample.matcher is not None and flags & RowFlags.EMPTY:
+            raise RuntimeError(
+                "no token was left to draw: the grammar allows none that the parameters and the "
+                "logits allow"
+            )
         self.totals.tokens += 1
         sample.received += 1
         if not reason and sample.received == sample.limit:
@@ -541,7 +638,7 @@ class StepLoop:
             self._vacate(sample)
         elif sample.matcher is not None:
             self._ask_matcher(sample, token)
-        delta = Delta(sample.index, (token,), text, logprobs, _REASONS[reason], stop)
+        delta = Delta(sample.index, (token,), text, logprobs, _REASONS[reason], stop, flags)
         self._put(sample.sink, delta)
 
     def _put(self, sink: Sink, delta: Delta) -> None:
@@ -572,25 +669,33 @@ class StepLoop:
             self._matchers = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         event_loop = self._event_loop
         assert event_loop is not None
-        future = self._matchers.submit(_next_mask, sample, token)
+        future = self._matchers.submit(_next_mask, sample, token, self._vocabulary)
         future.add_done_callback(partial(_call_soon, event_loop, self._on_mask, sample))
 
     def _on_mask(self, sample: Sample, future: Future[bool]) -> None:
         if sample.done or future.cancelled():
             return
-        if (error := future.exception()) is not None:
+        error = future.exception()
+        if error is None:
+            try:
+                if future.result():
+                    self._complete(sample)
+                else:
+                    sample.mask_ready = True
+            except Exception as own:
+                error = own
+        if error is not None:
             self._end(sample.sink, error)
-        elif future.result():
-            text = sample.decoder.flush() if sample.decoder is not None else ""
-            stop = None
-            if sample.stops is not None:
-                text, stop = sample.stops.push(text)
-                text += sample.stops.flush()
-            self._vacate(sample)
-            self._put(sample.sink, Delta(sample.index, (), text, (), FinishReason.STOP, stop))
-        else:
-            sample.mask_ready = True
         self._wake.set()
+
+    def _complete(self, sample: Sample) -> None:
+        """The sample's grammar allows nothing more."""
+        text, stop = sample.decoder.flush() if sample.decoder is not None else "", None
+        if sample.stops is not None:
+            text, stop = sample.stops.push(text)
+            text += sample.stops.flush()
+        self._vacate(sample)
+        self._put(sample.sink, Delta(sample.index, (), text, (), FinishReason.STOP, stop))
 
     # ----------------------------------------------------------------------- requests' ends
 
@@ -616,9 +721,19 @@ class StepLoop:
         for sink in list(self._sinks):
             self._end(sink, error)
 
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None and not self._closed:
+            self._error = plain_error(error)
+            self._end_all(self._error)
+            self._wake.set()
+
+    def _failed(self) -> StepLoopError:
+        assert self._error is not None
+        return StepLoopError(f"the loop has failed: {message_of(self._error)}")
+
     def _check_open(self) -> None:
         if self._error is not None:
-            raise StepLoopError(f"the loop has failed: {self._error}") from self._error
+            raise self._failed() from self._error
         if self._closed or self._draining:
             raise StepLoopError("the loop takes no more requests")
 
@@ -642,15 +757,25 @@ class StepLoop:
                 else:
                     self._paused = not in_flight
                     await self._wake.wait()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self._error = error
-            self._end_all(error)
+        except BaseException as error:
+            self._fail_of_task(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             # The device still writes to what these hold.
             if in_flight:
                 await asyncio.wait([result._arrival for result in in_flight])
+
+    def _fail_of_task(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            plain = RuntimeError("the loop's task was cancelled")
+            plain.__cause__ = error
+            error = plain
+        self._fail(error)
+
+    def _on_exit(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # perhaps before it began
+            self._fail_of_task(asyncio.CancelledError())
 
     async def _fill(self, in_flight: deque[StepResult]) -> None:
         while len(in_flight) <= self.depth:
@@ -699,7 +824,7 @@ class StepLoop:
             self.tracer.add("CPU phase", f"bookkeep {result.number}", begin, end)
 
 
-def _next_mask(sample: Sample, token: int | None) -> bool:
+def _next_mask(sample: Sample, token: int | None, vocabulary: torch.Tensor) -> bool:
     """Whether the answer is complete; if not, the mask of its next token is in `sample.bitmask`."""
     matcher, bitmask = sample.matcher, sample.bitmask
     assert matcher is not None and bitmask is not None
@@ -710,6 +835,7 @@ def _next_mask(sample: Sample, token: int | None) -> bool:
             return True
     bitmask.fill_(-1)
     matcher.fill_next_token_bitmask(bitmask, 0)
+    bitmask &= vocabulary
     if not bitmask.any():
         raise RuntimeError("the grammar allows no token of the vocabulary here")
     return False

@@ -15,6 +15,7 @@ class HostViews:
     def __init__(self, output: StepOutput) -> None:
         self.token_ids = output.token_ids.numpy()
         self.finish_reason = output.finish_reason.numpy()
+        self.flags = output.flags.numpy()
         self.logprobs = output.logprobs.numpy()
         self.ranks = output.ranks.numpy()
         self.top_token_ids = output.top_token_ids.numpy()

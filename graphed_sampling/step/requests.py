@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from graphed_sampling.layout import FinishReason
+from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.step.text import StopStrings, TokenDecoder
 
@@ -22,7 +22,12 @@ class StepLoopError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait for a slot as the loop lets wait."""
+    """As many samples wait for a slot as the loop lets wait."""
+
+
+def message_of(error: BaseException) -> str:
+    """What it says; its name where it says nothing."""
+    return str(error) or repr(error)
 
 
 class Matcher(Protocol):
@@ -64,6 +69,8 @@ class Delta(NamedTuple):
     sample: its number, below n. text: what became certain; a step may add tokens and no text.
     logprobs: one a token where the parameters ask for any, else empty. finish_reason: NONE until
     the sample's last delta. stop: the stop string that ended it, None where something else did.
+    flags: of the row that the step drew from: NAN where the model's logits held NaN, EMPTY where no
+    token was left and a fallback was drawn. The loop goes on with either.
     """
 
     sample: int
@@ -72,6 +79,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     stop: str | None
+    flags: RowFlags = RowFlags(0)
 
 
 class Sample:
@@ -166,7 +174,7 @@ class Sink:
         while not self.deltas:
             if self.error is not None:
                 # One exception for each who waits: a shared one would gather their tracebacks.
-                raise StepLoopError(str(self.error)) from self.error
+                raise StepLoopError(message_of(self.error)) from self.error
             if all(self.ended):
                 return None
             self._waiter = asyncio.get_running_loop().create_future()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -56,6 +57,49 @@ class IncrementalDecoder:
         return new
 
 
+class StopAutomaton:
+    """Stop strings, as all samples of a request share them (Aho and Corasick's automaton).
+
+    A node stands for a beginning of a stop string; the node after some text is the longest one
+    that the text ends with. Memory grows with the length of the stop strings, time with that of
+    the text.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._after: list[dict[str, int]] = [{}]
+        self._back = [0]  # the longest shorter beginning that the node's own ends with
+        self.depth = [0]
+        self.stop: list[str | None] = [None]  # the longest one that is complete at the node
+        for stop in stops:
+            node = 0
+            for letter in stop:
+                if letter not in self._after[node]:
+                    self._after[node][letter] = len(self._after)
+                    self._after.append({})
+                    self._back.append(0)
+                    self.depth.append(self.depth[node] + 1)
+                    self.stop.append(None)
+                node = self._after[node][letter]
+            self.stop[node] = stop
+        self.first = re.compile("|".join(re.escape(letter) for letter in self._after[0]))
+        nodes = deque(self._after[0].values())
+        while nodes:  # shorter ones first
+            node = nodes.popleft()
+            if self.stop[node] is None:
+                self.stop[node] = self.stop[self._back[node]]
+            for letter, after in self._after[node].items():
+                self._back[after] = self.step(self._back[node], letter)
+                nodes.append(after)
+
+    def step(self, node: int, letter: str) -> int:
+        """The node after one more letter."""
+        while (after := self._after[node].get(letter)) is None:
+            if node == 0:
+                return 0
+            node = self._back[node]
+        return after
+
+
 class StopStrings:
     """Lets text through up to the first stop string, whatever the pieces in which it comes.
 
@@ -63,45 +107,38 @@ class StopStrings:
     character, the longest. What may be the beginning of one is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self._automaton = automaton
+        self._node = 0
         self._held = ""
-        self._longest = max(map(len, stops))
-        # Most text holds none of these, which one look at a compiled expression tells.
-        self._any = re.compile("|".join(map(re.escape, stops)))
-        self._first = re.compile("|".join(re.escape(stop[0]) for stop in stops))
-        self._beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that can be shown, and the stop string that ended the answer, if one did."""
-        held = self._held + text
-        if self._any.search(held):
-            places = [
-                (start + len(stop), start, stop)
-                for stop in self._stops
-                if (start := held.find(stop)) >= 0
-            ]
-            _, start, stop = min(places)
-            self._held = ""
-            return held[:start], stop
-        begin = max(len(held) - self._longest + 1, 0)
-        while (match := self._first.search(held, begin)) is not None:
-            begin = match.start()
-            if held[begin:] in self._beginnings:
-                self._held = held[begin:]
-                return held[:begin], None
-            begin += 1
-        self._held = ""
-        return held, None
+        automaton, node = self._automaton, self._node
+        if not node and automaton.first.search(text) is None:
+            return text, None  # most text holds nothing that begins one
+        for index, letter in enumerate(text, 1):
+            node = automaton.step(node, letter)
+            stop = automaton.stop[node]
+            if stop is not None:
+                whole = self._held + text[:index]
+                self._node, self._held = 0, ""
+                return whole[: len(whole) - len(stop)], stop
+        whole = self._held + text
+        shown = len(whole) - automaton.depth[node]
+        self._node, self._held = node, whole[shown:]
+        return whole[:shown], None
 
     def flush(self) -> str:
         """What was held back: the answer has ended."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._node, self._held = 0, ""
         return held
 
 
-def check_stop_strings(stop: object, most: int) -> tuple[str, ...]:
-    """Stop strings as a tuple; ValueError unless they are at most `most` non-empty strings."""
+def check_stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]:
+    """Stop strings as a tuple; ValueError unless they are at most `most` non-empty strings of at
+    most `longest` characters."""
     stops = (stop,) if isinstance(stop, str) else stop
     accepted = f"a string, or a sequence of at most {most} strings, none of them empty"
     if (
@@ -111,6 +148,10 @@ def check_stop_strings(stop: object, most: int) -> tuple[str, ...]:
         or not all(isinstance(s, str) and s for s in stops)
     ):
         raise ValueError(f"stop = {stop!r} is not accepted: it must be {accepted}")
+    if (length := max(map(len, stops), default=0)) > longest:
+        raise ValueError(
+            f"stop has a string of {length} characters: at most {longest} are accepted"
+        )
     return tuple(dict.fromkeys(stops))
 
 
