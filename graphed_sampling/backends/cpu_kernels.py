@@ -742,7 +742,8 @@ def _cut(count, weighted, target, ws):
             if reached >= target:
                 continue
             reached += ws.mass[i] if weighted else 1
-        _move(i, kept, ws)
+        if i != kept:
+            _move(i, kept, ws)
         kept += 1
     return kept
 
