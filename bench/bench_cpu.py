@@ -11,12 +11,12 @@ at most 5 times log_softmax. Before it is timed, every case is compared with the
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from common import least_times
 from rich.console import Console
 from rich.table import Table
 
@@ -115,23 +115,12 @@ def check(case: Case) -> None:
     """The step writes what the torch backend writes, for the same requests."""
     records = []
     for backend in (cpu, backends.module("torch")):
-        step, output = make_step(case, 8, 3001, backend)
+        step, output = make_step(case, 8, 9001, backend)
         for _ in range(3):
             step()
         records.append(output.clone())
     ours, theirs = records
     assert torch.equal(ours[:, :2], theirs[:, :2]), f"{case.name}: other tokens than torch's"
-
-
-def least_times(functions: list[Step], rounds: int) -> list[float]:
-    """The least time of each, in seconds, called in turns."""
-    least = [float("inf")] * len(functions)
-    for _ in range(rounds):
-        for i, function in enumerate(functions):
-            start = time.perf_counter()
-            function()
-            least[i] = min(least[i], time.perf_counter() - start)
-    return least
 
 
 def main() -> None:

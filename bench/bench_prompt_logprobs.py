@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,17 +245,6 @@ def one_read(logits: Tensor, tokens: Tensor) -> None:
     peers.one_read_logprob(logits, tokens)
 
 
-def least_times(functions: list[Callable[[], None]], rounds: int) -> list[float]:
-    """The least time of each in seconds, called in turns: other processes share the cores."""
-    least = [float("inf")] * len(functions)
-    for _ in range(rounds):
-        for i, function in enumerate(functions):
-            start = time.perf_counter()
-            function()
-            least[i] = min(least[i], time.perf_counter() - start)
-    return least
-
-
 def run_on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Ratios to log_softmax, which writes to memory that it is given."""
     torch.set_num_threads(arguments.threads)
@@ -284,7 +272,9 @@ def run_on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     call, record = make_call(case, [logits], tokens, backend)
                     call(0)
                     check(case, logits, tokens, record)
-                    ours, theirs = least_times([lambda call=call: call(0), peer], arguments.rounds)
+                    ours, theirs = common.least_times(
+                        [lambda call=call: call(0), peer], arguments.rounds
+                    )
                     results.append(
                         {"case": f"{backend}: {case.name}", "dtype": dtype, "rows": rows,
                          "ms": ours * 1e3, "log_softmax_ms": theirs * 1e3}

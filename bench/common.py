@@ -36,6 +36,17 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def least_times(functions: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """The least time of each, in seconds, called in turns: other processes may share the cores."""
+    least = [float("inf")] * len(functions)
+    for _ in range(rounds):
+        for i, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            least[i] = min(least[i], time.perf_counter() - start)
+    return least
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -134,6 +134,37 @@ def test_large_vocabularies_equal_the_reference(backend_device: BackendDevice, v
     checked.tally.check(ambiguous=0.5)
 
 
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"typical_p": 0.5},
+        {"typical_p": 0.97},
+        {"epsilon_cutoff": 1e-3},
+        {"epsilon_cutoff": 0.9},  # nobody reaches it but the largest
+        {"eta_cutoff": 1e-3},
+        {"eta_cutoff": 0.9},
+        {"typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-2},
+        {"min_p": 1e-4, "typical_p": 0.8},
+        {"top_n_sigma": 3.0, "eta_cutoff": 1e-3},
+    ],
+    ids=lambda f: "-".join(f"{name}={value}" for name, value in f.items()),
+)
+def test_cutoffs_alone_on_large_rows(
+    backend_device: BackendDevice, filters: dict[str, Any]
+) -> None:
+    """Where nothing before them has made the row short: backends bound what can be kept."""
+    rng = np.random.default_rng(len(str(filters)))
+    vocab, count = 9001, backend_device.rows(24, 2, 1)
+    kinds = ("zipf", "smooth", "ties", "holes", "flat", "nan")
+    checked = CheckedTable(backend_device, vocab, count)
+    for slot in range(count):
+        temperature = (0.25, 0.8, 3.0, 30.0)[slot // len(kinds)]
+        checked.admit(SamplingParams(temperature=temperature, **filters), slot=slot)
+    rows = [random_row(rng, vocab, kinds[slot % len(kinds)]) for slot in range(count)]
+    checked.step(torch.from_numpy(np.stack(rows)).to(backend_device.device), range(count))
+    checked.tally.check(ambiguous=0.5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_row_under_many_parameters(backend_device: BackendDevice, kind: str) -> None:
     rng = np.random.default_rng(KINDS.index(kind))

@@ -281,7 +281,7 @@ def test_the_result_has_the_parts_of_prompt_logprobs() -> None:
 @pytest.mark.parametrize("chunk_rows", [0, 32, 1])
 def test_a_hidden_state_of_many_positions_has_their_gradients_in_fp32(chunk_rows: int) -> None:
     torch.manual_seed(0)
-    count = 512
+    count = 2048
     hidden = torch.randn(1, 16).bfloat16().requires_grad_()
     weight = torch.randn(1000, 16).bfloat16()
     tokens = torch.randint(1000, (1,)).expand(count)

