@@ -33,7 +33,7 @@ struct ScratchLayout {
   int groups, masses, bracket, bans, words;
 
   GS_HOST_DEVICE explicit ScratchLayout(const TableLayout& layout)
-      : groups(ceil_div(layout.vocab_size, kTile) * kGroupsOfTile),
+      : groups(groups_of(layout.vocab_size)),
         masses(kHeader + kStatistics * groups),
         bracket(masses + 2 * groups),
         bans(bracket + (layout.vocab_size > kListed ? 2 * kBracketed : 0)),
@@ -426,7 +426,7 @@ constexpr Step kClusters[] = {{16, 8}, {32, 4}, {128, 2}, {1 << 30, 1}};
 
 template <class Kernel>
 cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* plan) {
-  const int tiles = ceil_div(layout.vocab_size, kTile);
+  const int tiles = tiles_of(layout.vocab_size);
   const int most_blocks = ceil_div(tiles, kWarps);
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -434,11 +434,8 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error != cudaSuccess) return error;
-  const int groups = tiles * kGroupsOfTile;
-  size_t bytes = kSharedBytes;
-  if (groups <= kSharedGroups) {
-    bytes += size_t{kStatisticsInShared} * sizeof(float) * static_cast<size_t>(groups);
-  }
+  const int groups = groups_of(layout.vocab_size);
+  const size_t bytes = shared_bytes(groups);
   error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
   if (error != cudaSuccess) return error;
   *plan = {static_cast<int>(std::min<int64_t>((kTargetBlocks + rows - 1) / rows, most_blocks)),

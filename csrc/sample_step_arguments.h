@@ -13,7 +13,7 @@ namespace graphed_sampling {
 inline void check_place(const Tensor& tensor, const char* name, const Tensor& logits) {
   STD_TORCH_CHECK(tensor.is_cuda() == logits.is_cuda() && tensor.is_cpu() == logits.is_cpu() &&
                       tensor.get_device_index() == logits.get_device_index(),
-                  "cuda_step: ", name, " and logits are on different devices");
+                  name, " and logits are on different devices");
 }
 
 inline const int32_t* int32_words(const Tensor& tensor, const char* name, int64_t count,
@@ -21,24 +21,23 @@ inline const int32_t* int32_words(const Tensor& tensor, const char* name, int64_
   check_place(tensor, name, logits);
   STD_TORCH_CHECK(
       tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() && tensor.numel() >= count,
-      "cuda_step: ", name, " must be contiguous int32 of at least ", count, " words");
+      name, " must be contiguous int32 of at least ", count, " words");
   return static_cast<const int32_t*>(tensor.const_data_ptr());
 }
 
 inline TableLayout table_layout(const std::vector<int64_t>& layout) {
-  STD_TORCH_CHECK(layout.size() == TableLayout::kInts, "cuda_step: layout has ", layout.size(),
-                  " numbers");
+  STD_TORCH_CHECK(layout.size() == TableLayout::kInts, "layout has ", layout.size(), " numbers");
   // With these bounds no offset into a record leaves 32 bits.
   constexpr int64_t kMostTokens = int64_t{1} << 22, kMostEntries = int64_t{1} << 20,
                     kMostRequests = int64_t{1} << 24;
-  STD_TORCH_CHECK(layout[0] >= 1 && layout[0] <= kMostTokens,
-                  "cuda_step: layout has a vocabulary of ", layout[0], " tokens");
+  STD_TORCH_CHECK(layout[0] >= 1 && layout[0] <= kMostTokens, "layout has a vocabulary of ",
+                  layout[0], " tokens");
   for (size_t i = 1; i < layout.size(); ++i) {
     STD_TORCH_CHECK(layout[i] >= 0 && layout[i] <= (i == 1 ? kMostRequests : kMostEntries),
-                    "cuda_step: layout[", i, "] is ", layout[i]);
+                    "layout[", i, "] is ", layout[i]);
   }
-  STD_TORCH_CHECK(layout[5] * layout[6] <= kMostEntries, "cuda_step: layout has ", layout[5],
-                  " bad words of ", layout[6], " tokens");
+  STD_TORCH_CHECK(layout[5] * layout[6] <= kMostEntries, "layout has ", layout[5], " bad words of ",
+                  layout[6], " tokens");
   const auto size = [&](size_t i) { return static_cast<int>(layout[i]); };
   return {size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7), size(8)};
 }
@@ -47,7 +46,7 @@ inline TableLayout table_layout(const std::vector<int64_t>& layout) {
 inline LogitsType logits_type(const Tensor& logits, const TableLayout& layout) {
   STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= layout.vocab_size &&
                       (logits.stride(1) == 1 || logits.size(1) == 1),
-                  "cuda_step: logits must be [n, >= vocab_size], the last dimension contiguous");
+                  "logits must be [n, >= vocab_size], the last dimension contiguous");
   switch (logits.scalar_type()) {
     case ScalarType::Float:
       return LogitsType::kFloat32;
@@ -55,7 +54,7 @@ inline LogitsType logits_type(const Tensor& logits, const TableLayout& layout) {
       return LogitsType::kBFloat16;
     default:
       STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Half,
-                      "cuda_step: logits must be float32, bfloat16 or float16");
+                      "logits must be float32, bfloat16 or float16");
       return LogitsType::kFloat16;
   }
 }

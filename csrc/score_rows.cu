@@ -23,10 +23,6 @@ constexpr int kMostScoringBlocks = 512;
 // Statistics of a block outside shared memory: maxima and sums where they do not fit, and moments.
 constexpr int kScoringStatistics = 3;
 
-GS_HOST_DEVICE constexpr int scored_groups(const TableLayout& layout) {
-  return (layout.vocab_size + kTile - 1) / kTile * kGroupsOfTile;
-}
-
 __device__ inline void store_position(int32_t* out, float largest, double log, float logprob,
                                       int rank, float entropy, int flags) {
   out[kPositionLargest] = __float_as_int(largest);
@@ -120,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   grid_dependency_launch();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int groups = scored_groups(a.layout), tiles = groups / kGroupsOfTile;
+  const int groups = groups_of(a.layout.vocab_size), tiles = groups / kGroupsOfTile;
   float* scratch = reinterpret_cast<float*>(a.scratch) +
                    static_cast<int64_t>(blockIdx.x) * kScoringStatistics * groups;
   float* statistics = a.in_shared ? the_statistics() : scratch;
@@ -174,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
 }  // namespace
 
 int64_t score_rows_scratch_words(const TableLayout& layout, bool entropy) {
-  const int groups = scored_groups(layout);
+  const int groups = groups_of(layout.vocab_size);
   if (!entropy && groups <= kSharedGroups) return 0;
   return int64_t{kMostScoringBlocks} * kScoringStatistics * groups;
 }
@@ -188,13 +184,10 @@ cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic
       error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     }
     if (error != cudaSuccess) return error;
-    const int groups = scored_groups(arguments.layout);
+    const int groups = groups_of(arguments.layout.vocab_size);
     ScoreArguments chosen = arguments;
     chosen.in_shared = groups <= kSharedGroups;
-    size_t bytes = kSharedBytes;
-    if (chosen.in_shared) {
-      bytes += size_t{kStatisticsInShared} * sizeof(float) * static_cast<size_t>(groups);
-    }
+    const size_t bytes = shared_bytes(groups);
     error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
     // Blocks that all run from the start: each then takes its share of the rows.

@@ -270,7 +270,7 @@ def logit_gradients(
     if logits.shape[0] == 0:
         return result
     count = positions.rows.shape[0]
-    at_once = max(1, GRADIENT_ELEMENTS // logits.shape[1])
+    at_once = _rows_at_once(forward, logits.shape[1])
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
         chunk = positions.chunk(part)
@@ -301,15 +301,19 @@ def write_gradients(
         by_kernel.gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size)
         return
     count = positions.rows.shape[0]
-    # Survivors are found by sorting, which takes several times as much.
-    elements = GRADIENT_ELEMENTS if forward.num_kept is None else GRADIENT_ELEMENTS // 4
-    at_once = max(1, elements // vocab_size)
+    at_once = _rows_at_once(forward, vocab_size)
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
         result[part, :vocab_size] = _chunk_gradient(
             logits[part, :vocab_size], positions.chunk(part), upstream.chunk(part),
             forward.chunk(part),
         )  # fmt: skip
+
+
+def _rows_at_once(forward: Forward, width: int) -> int:
+    # Survivors are found by sorting, which takes several times as much.
+    elements = GRADIENT_ELEMENTS if forward.num_kept is None else GRADIENT_ELEMENTS // 4
+    return max(1, elements // width)
 
 
 def _gradient_module(module: Any, device: torch.device) -> Any:

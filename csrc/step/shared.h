@@ -91,6 +91,12 @@ constexpr size_t kSharedBytes = sizeof(Exchange) + (sizeof(Shared) + 15) / 16 * 
 constexpr int kStatisticsInShared = 2;
 static_assert(sizeof(Exchange) % 16 == 0);
 
+// With the statistics of so many groups, where they fit.
+constexpr size_t shared_bytes(int groups) {
+  if (groups > kSharedGroups) return kSharedBytes;
+  return kSharedBytes + size_t{kStatisticsInShared} * sizeof(float) * static_cast<size_t>(groups);
+}
+
 __device__ inline Shared& the_shared() {
   DYNAMIC_SHARED(unsigned char, memory);
   return *reinterpret_cast<Shared*>(memory + sizeof(Exchange));

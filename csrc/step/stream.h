@@ -38,6 +38,10 @@ __device__ inline float finite_or_zero(float maximum) {
 constexpr int kGroupsOfTile = 32;
 constexpr int kTile = kGroup * kGroupsOfTile;
 
+// Of a row, whose last tile may have less tokens.
+GS_HOST_DEVICE constexpr int tiles_of(int vocab) { return (vocab + kTile - 1) / kTile; }
+GS_HOST_DEVICE constexpr int groups_of(int vocab) { return tiles_of(vocab) * kGroupsOfTile; }
+
 __device__ inline int tile_first(int tile, int piece, int lane) {
   return tile * kTile + piece * (kWarp * kPiece) + lane * kPiece;
 }
@@ -62,7 +66,7 @@ __device__ inline void renew_all(Set<Logits>& set) {
 
 // How many of a row's tiles load_set() is for: all or none.
 __device__ inline int tiles_to_load(const Source& source) {
-  return source.aligned && source.vocab % kPiece == 0 ? (source.vocab + kTile - 1) / kTile : 0;
+  return source.aligned && source.vocab % kPiece == 0 ? tiles_of(source.vocab) : 0;
 }
 
 // A set of a row that is aligned and ends with a whole piece. What lies after it is -inf.

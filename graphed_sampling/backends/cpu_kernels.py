@@ -1078,7 +1078,10 @@ def _survey_group(y, group, maximum, scale, threshold, weights, moments):
 
 @_jit
 def _survey(groups, maximum, scale, threshold, ws):
-    """(mass, mean of z) of all y at or above `threshold`, without a list of them."""
+    """(mass, weight, mean of z) of all y at or above `threshold`, without a list of them.
+
+    The weight is the mass before it is rounded token by token.
+    """
     # Partial sums, each in the order of the ids: a function of the row, and vectors.
     weights, moments = ws.z[:GROUP], ws.lanes
     weights[:] = 0.0
@@ -1088,13 +1091,14 @@ def _survey(groups, maximum, scale, threshold, ws):
     total = 0
     for group in range(groups):
         key = ws.group_keys[group]
+        # Below, weights are 2^-42 and less of the largest.
         if key >= threshold_key and (np.float64(_value(key)) - top) * scale > -42.0:
             total += _survey_group(ws.y, group, top, scale, threshold, weights, moments)
     weight, moment = 0.0, 0.0
     for j in range(GROUP):
         weight += weights[j]
         moment += moments[j]
-    return total, moment / weight
+    return total, weight, moment / weight
 
 
 @_jit
@@ -1442,7 +1446,7 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
         total = _sum_masses(count, ws)  # the maximum is there still
     elif typical < 1 or epsilon > 0 or eta > 0:
         if groups > _LISTED_GROUPS:
-            total, mean = _survey(groups, maximum, scale, threshold, ws)
+            total, _, mean = _survey(groups, maximum, scale, threshold, ws)
             has_mean = True
             z = _later_bound(total, mean, typical, epsilon, eta, off.vocab_size)
             count = _gather(groups, max(threshold, _y_at(z, maximum, scale)), ws)
@@ -1531,33 +1535,8 @@ def _raw_entropy(groups, maximum, log_norm, ws):
         return np.float32(log_norm)
     if maximum == -_INF:
         return _NAN
-    # 64 partial sums, each in the order of the ids: a function of the row, and vectors.
-    totals, moments = ws.z[:GROUP], ws.lanes
-    totals[:] = 0.0
-    moments[:] = 0.0
-    top = np.float64(maximum)
-    for group in range(groups):
-        # Below, weights are 2^-42 and less of the largest.
-        if (np.float64(_value(ws.group_keys[group])) - top) * _LOG2_E > -42.0:
-            _add_moments(ws.y, group, top, totals, moments)
-    total, moment = 0.0, 0.0
-    for j in range(GROUP):
-        total += totals[j]
-        moment += moments[j]
-    return np.float32(max(math.log(total / _ONE) - moment / total * _LN2, 0.0))
-
-
-@_jit
-def _add_moments(y, group, maximum, totals, moments):
-    """Adds a group's weights, and weights times z, to 64 partial sums of each."""
-    _prefer_wide_vectors()
-    values = y[group * GROUP : group * GROUP + GROUP]
-    for j in range(GROUP):
-        z = (np.float64(values[j]) - maximum) * _LOG2_E
-        z = z if z > _Z_MIN else _Z_MIN  # NaN, too: its weight is 2^-64
-        weight = _weight(z)
-        totals[j] += weight
-        moments[j] += weight * z
+    _, weight, mean = _survey(groups, maximum, _LOG2_E, -_INF, ws)
+    return np.float32(max(math.log(weight / _ONE) - mean * _LN2, 0.0))
 
 
 @_jit_once

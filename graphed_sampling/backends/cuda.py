@@ -80,11 +80,15 @@ def canonical_order(vocab_size: int) -> Tensor:
     return torch.arange(vocab_size, device="cpu")
 
 
+def _groups(layout: TableLayout) -> int:
+    """Of a row, whose last tile may have less tokens."""
+    return -(-layout.vocab_size // (_GROUP * _GROUPS_OF_TILE)) * _GROUPS_OF_TILE
+
+
 @functools.lru_cache
 def scratch_words(layout: TableLayout, rows: int) -> int:
     """int32 words of scratch that a step of up to `rows` rows needs."""
-    groups = -(-layout.vocab_size // (_GROUP * _GROUPS_OF_TILE)) * _GROUPS_OF_TILE
-    words = _HEADER + _OF_GROUP * groups + layout.max_stop_ids + layout.max_bad_words
+    words = _HEADER + _OF_GROUP * _groups(layout) + layout.max_stop_ids + layout.max_bad_words
     if layout.vocab_size > _LISTED:
         words += _BRACKET
     return rows * (-(-words // 32) * 32)
@@ -163,5 +167,5 @@ def score_rows(
 
 def _score_scratch_words(layout: TableLayout, entropy: bool) -> int:
     """int32 words of scratch: of each block three values of every group, where it needs any."""
-    groups = -(-layout.vocab_size // (_GROUP * _GROUPS_OF_TILE)) * _GROUPS_OF_TILE
+    groups = _groups(layout)
     return _SCORING_BLOCKS * 3 * groups if entropy or groups > _SHARED_GROUPS else 0
