@@ -139,7 +139,7 @@ class GPU:
 
         for backend in self.arguments.backends:
             for case in CASES:
-                if self.arguments.only not in case.name:
+                if not any(part in case.name for part in self.arguments.only):
                     continue
                 call, record = make_call(case, logits, tokens, backend)
                 try:
@@ -267,7 +267,7 @@ def run_on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 table.add_column(name, justify="right")
             for backend in arguments.backends:
                 for case in CASES:
-                    if arguments.only not in case.name:
+                    if not any(part in case.name for part in arguments.only):
                         continue
                     call, record = make_call(case, [logits], tokens, backend)
                     call(0)
@@ -302,7 +302,9 @@ def main() -> None:
     parser.add_argument(
         "--backends", nargs="+", default=[n for n in usable if n != "torch"] or usable
     )
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="cases whose name holds one of these"
+    )
     parser.add_argument("--positions", type=int, default=8192, help="of the linear form")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--no-linear", dest="linear", action="store_false")

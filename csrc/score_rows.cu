@@ -1,9 +1,13 @@
-// One kernel for any number of positions
+// Any number of positions
 //
 // A block takes one row after the other: it reads the row once, as the step's first pass does, into
-// statistics of groups in its shared memory, and works out from these what is asked. While it does,
-// the other blocks of the multiprocessor read. The sums are the step's own, so that a logprob has
-// the bits of a step's.
+// statistics of groups in its shared memory, and works out from these what is asked. The sums are
+// the step's own, so that a logprob has the bits of a step's.
+//
+// Two kernels. In the first, which does all that may be asked, a block reads a row and then works
+// it out, while the other block of the multiprocessor reads. In the second, for what most ask for,
+// no block ever stops reading: its warps go on to the next row, and one of them, each in its turn,
+// works out the row before by itself.
 #include <algorithm>
 
 #include "score_rows.h"
@@ -22,6 +26,10 @@ constexpr int64_t kTurn = 97;
 constexpr int kMostScoringBlocks = 512;
 // Statistics of a block outside shared memory: maxima and sums where they do not fit, and moments.
 constexpr int kScoringStatistics = 3;
+// In the flags of a record that is not written yet.
+constexpr int32_t kLeft = -1;
+// Groups of best tokens that a warp reads at a time.
+constexpr int kGroupsAtOnce = 16;
 
 __device__ inline void store_position(int32_t* out, float largest, double log, float logprob,
                                       int rank, float entropy, int flags) {
@@ -34,14 +42,21 @@ __device__ inline void store_position(int32_t* out, float largest, double log, f
   out[kPositionFlags] = flags;
 }
 
+// Those that do a thing together.
+struct Threads {
+  int mine, number;
+};
+
+__device__ inline Threads threads_of_block() { return {static_cast<int>(threadIdx.x), kThreads}; }
+
 // Lists without a token: the best ones -inf where they were asked for.
-__device__ inline void clear_position_lists(const TableLayout& layout, int32_t* out, float top) {
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < layout.max_logprobs; i += kThreads) {
+__device__ inline void clear_position_lists(const TableLayout& layout, int32_t* out, float top,
+                                            Threads threads) {
+  for (int i = threads.mine; i < layout.max_logprobs; i += threads.number) {
     store_i64(out + kPositionLists + 2 * i, -1);
     out[layout.top_logprobs() + i] = __float_as_int(top);
   }
-  for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
+  for (int i = threads.mine; i < layout.max_logprob_ids; i += threads.number) {
     out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
   }
 }
@@ -81,7 +96,7 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
     entropy = static_cast<float>(fmax(normaliser.log - mean * kLn2, 0.0));
   }
 
-  clear_position_lists(layout, out, kNegInf);
+  clear_position_lists(layout, out, kNegInf, threads_of_block());
   for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
     const int64_t given = a.given_ids[int64_t{index} * layout.max_logprob_ids + i];
     if (given < 0) continue;
@@ -107,13 +122,32 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
   }
 }
 
+// Lists of a padding position, and its record.
+__device__ inline void store_padding(const TableLayout& layout, int32_t* out, Threads threads) {
+  clear_position_lists(layout, out, nan_f32(), threads);
+  if (threads.mine == 0) {
+    store_position(out, kNegInf, 0.0, nan_f32(), 0, nan_f32(), kRowPadding);
+  }
+}
+
+__device__ inline Source source_of(const ScoreArguments& a, int64_t row) {
+  const auto bytes = a.logits_type == LogitsType::kFloat32 ? int64_t{4} : int64_t{2};
+  const char* logits = static_cast<const char*>(a.logits) + row * a.logits_stride * bytes;
+  return {logits, a.layout.vocab_size, reinterpret_cast<uintptr_t>(logits) % 16 == 0};
+}
+
+// Which position a block has in a round: -1 for none.
+__device__ inline int position_in_round(const ScoreArguments& a, int64_t round) {
+  const auto blocks = static_cast<int64_t>(gridDim.x);
+  const int64_t place = round * blocks + (blockIdx.x + round * kTurn) % blocks;
+  return place < a.positions ? static_cast<int>(place) : -1;
+}
+
+// The block's positions one after the other; only_left: those whose record says that it is left.
 template <class Logits>
-__global__ void __launch_bounds__(kThreads, kScoringBlocks)
-    score_rows_kernel(const __grid_constant__ ScoreArguments a) {
+__device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_left) {
   Shared& shared = the_shared();
   Task& task = shared.task;
-  grid_dependency_wait();
-  grid_dependency_launch();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int groups = groups_of(a.layout.vocab_size), tiles = groups / kGroupsOfTile;
@@ -124,25 +158,18 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   Wishes wishes = {};
   wishes.raw = true;
   wishes.mean = a.entropy;
-  const auto blocks = static_cast<int64_t>(gridDim.x);
-  for (int64_t round = 0; round * blocks < a.positions; ++round) {
-    const int64_t place = round * blocks + (blockIdx.x + round * kTurn) % blocks;
-    if (place >= a.positions) continue;
-    const auto index = static_cast<int>(place);
+  for (int64_t round = 0; round * gridDim.x < a.positions; ++round) {
+    const int index = position_in_round(a, round);
+    if (index < 0) continue;
+    int32_t* out = a.output + int64_t{index} * a.layout.output_words();
+    if (only_left && out[kPositionFlags] != kLeft) continue;
     const int64_t at_row = a.rows[index];
     const int64_t token = a.token_ids[index];
-    int32_t* out = a.output + int64_t{index} * a.layout.output_words();
     if (at_row < 0) {
-      clear_position_lists(a.layout, out, nan_f32());
-      if (threadIdx.x == 0) {
-        store_position(out, kNegInf, 0.0, nan_f32(), 0, nan_f32(), kRowPadding);
-      }
+      store_padding(a.layout, out, threads_of_block());
       continue;
     }
-    using Bits = typename Logits::Bits;
-    const Bits* logits = static_cast<const Bits*>(a.logits) + at_row * a.logits_stride;
-    const Source source = {logits, a.layout.vocab_size,
-                           reinterpret_cast<uintptr_t>(logits) % 16 == 0};
+    const Source source = source_of(a, at_row);
     const int whole = tiles_to_load(source);
     Set<Logits> sets[kSets] = {};
     if (warp < min(tiles, whole)) {
@@ -167,6 +194,310 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   }
 }
 
+template <class Logits>
+__global__ void __launch_bounds__(kThreads, kScoringBlocks)
+    score_rows_kernel(const __grid_constant__ ScoreArguments a) {
+  grid_dependency_wait();
+  grid_dependency_launch();
+  score_by_block<Logits>(a, false);
+}
+
+// A warp works a row out when it has read its share of so many others: whoever does so is late with
+// the next row by that, and no other waits for it until then. Statistics of rows have so many
+// places.
+constexpr int kBehind = 1, kPlaces = kBehind + 2;
+// The best tokens that a warp reports by itself, and what it lists to find them: groups, tokens.
+constexpr int kTopOfWarp = 24, kListedGroupsOfWarp = 96, kListedOfWarp = 128;
+
+// A position of the block with a row.
+struct Turn {
+  int index, row;
+  int token;  // -1 for none
+};
+constexpr int kTurns = kThreads;
+
+// What the warps of `score_read_rows_kernel` share, in front of the statistics. It takes the place
+// of what a block needs to work out a row, since the less memory is shared, the more of it holds
+// what is being loaded.
+struct alignas(16) Relay {
+  uint64_t read[kPlaces];    // gates: all warps have read the row whose statistics are here
+  uint64_t scored[kPlaces];  // the row is worked out
+  uint64_t orders[kWarps][kListedOfWarp];
+  int32_t groups[kWarps][kListedGroupsOfWarp];
+  Turn turns[kTurns];
+  int turns_of_warp[kWarps];
+  int count;  // of the turns
+  int tiles;  // of a row
+  int left;   // rows that are left to the block
+};
+
+__device__ inline Relay& the_relay() {
+  DYNAMIC_SHARED(Relay, relay);
+  return *relay;
+}
+
+// Statistics of kPlaces rows.
+__device__ inline float* the_places() { return reinterpret_cast<float*>(&the_relay() + 1); }
+
+// The best tokens of a row, by a warp: false, with nothing written, where they are not found among
+// as many as its list holds. mine: the largest of the groups that a lane has looked at.
+template <class Logits>
+__device__ __noinline__ bool top_by_warp(const ScoreArguments& a, const Source& source,
+                                         int32_t* out, const float* maxima, int groups, float mine,
+                                         const Normaliser& normaliser, int warp, int lane) {
+  Relay& relay = the_relay();
+  const int n = a.layout.max_logprobs;
+  // As many groups as lanes that are not below it, and so tokens, reach what the n-th of them has.
+  int above = 0;
+#pragma unroll
+  for (int i = 1; i < kWarp; ++i) {
+    const int other = (lane + i) % kWarp;
+    const float of_other = __shfl_sync(kAllLanes, mine, other);
+    above += of_other > mine || (of_other == mine && other < lane) ? 1 : 0;
+  }
+  const float bound = from_key(__reduce_min_sync(kAllLanes, key_of(above < n ? mine : kInf)));
+  if (bound == kNegInf) return false;
+  int32_t* group_list = relay.groups[warp];
+  int listed = 0;
+#pragma unroll 4
+  for (int first = 0; first < groups; first += kWarp) {
+    const bool reaches = load_now(maxima + first + lane) >= bound;
+    const unsigned reaching = __ballot_sync(kAllLanes, reaches);
+    const int place = listed + __popc(reaching & ((1u << lane) - 1));
+    if (reaches && place < kListedGroupsOfWarp) group_list[place] = first + lane;
+    listed += __popc(reaching);
+  }
+  if (listed > kListedGroupsOfWarp) return false;
+  __syncwarp();
+  uint64_t* orders = relay.orders[warp];
+  int count = 0;
+#pragma unroll 1
+  for (int i = 0; i < listed; i += kGroupsAtOnce) {
+    float x[kGroupsAtOnce][2];
+    int ids[kGroupsAtOnce];
+#pragma unroll
+    for (int j = 0; j < kGroupsAtOnce; ++j) {
+      ids[j] = group_list[min(i + j, listed - 1)] * kGroup + 2 * lane;
+      x[j][0] = x[j][1] = kNegInf;
+      if (i + j < listed && ids[j] < source.vocab) {
+        Logits::load_pair(source.logits, ids[j], x[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kGroupsAtOnce; ++j) {
+#pragma unroll
+      for (int of_pair = 0; of_pair < 2; ++of_pair) {
+        const float value = sanitised(x[j][of_pair]);
+        const bool reaches = value >= bound;
+        const unsigned reaching = __ballot_sync(kAllLanes, reaches);
+        const int place = count + __popc(reaching & ((1u << lane) - 1));
+        if (reaches && place < kListedOfWarp) orders[place] = order_of(value, ids[j] + of_pair);
+        count += __popc(reaching);
+      }
+    }
+  }
+  if (count > kListedOfWarp) return false;
+  __syncwarp();
+  for (int i = lane; i < count; i += kWarp) {
+    const uint64_t order = orders[i];
+    int place = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) place += orders[j] > order ? 1 : 0;
+    if (place < n) {
+      const float x = y_of_order(order);
+      const int id = id_of_order(order);
+      store_top(a.layout, out, place, id, normaliser.logprob(x, x, id));
+    }
+  }
+  return true;
+}
+
+// From the statistics of the row of that turn to its record, by a warp; bit for bit as `score_row`
+// does. Rows with infinities, and those whose best tokens are too many, are left, and their record
+// says so.
+template <class Logits>
+__device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, int warp,
+                                           int lane) {
+  Relay& relay = the_relay();
+  const TableLayout& layout = a.layout;
+  const Turn turn = relay.turns[number];
+  const Source source = source_of(a, turn.row);
+  int32_t* out = a.output + int64_t{turn.index} * layout.output_words();
+  const int groups = groups_of(layout.vocab_size);
+  const float* maxima = the_places() + number % kPlaces * kStatisticsInShared * groups;
+  const float* sums = maxima + groups;
+  const auto leave = [&] {
+    if (lane == 0) {
+      out[kPositionFlags] = kLeft;
+      atomicAdd(&relay.left, 1);
+    }
+  };
+  const float x = turn.token >= 0 ? sanitised(Logits::load(source.logits, turn.token)) : 0.0f;
+  float mine = kNegInf;
+#pragma unroll 4
+  for (int group = 4 * lane; group < groups; group += 4 * kWarp) {
+    mine = fmaxf(mine, vector_now(maxima + group).largest());
+  }
+  const float largest = from_key(__reduce_max_sync(kAllLanes, key_of(mine)));
+  if (!(fabsf(largest) < kInf)) {
+    leave();
+    return;
+  }
+  // Each warp's part, and in it each lane's, as if all of them were there.
+  const Exponents exponents = {largest, kLog2E};
+  float parts[kWarps] = {};
+#pragma unroll 1
+  for (int i = 0; i < Owned(groups, lane).vectors; ++i) {
+#pragma unroll
+    for (int of = 0; of < kWarps; ++of) {
+      const int group = Owned(groups, of * kWarp + lane).first + 4 * i;
+      if (group < groups) {
+        parts[of] = with_weights(parts[of], maxima + group, sums + group, exponents);
+      }
+    }
+  }
+#pragma unroll
+  for (int of = 0; of < kWarps; ++of) parts[of] = sum_of_lanes(parts[of]);
+  float sum = 0.0f;
+#pragma unroll
+  for (int of = 0; of < kWarps; ++of) sum += parts[of];
+  const Normaliser normaliser = {false, largest, log_of_sum(sum), {}, 0.0};
+  if (layout.max_logprobs > 0 &&
+      !top_by_warp<Logits>(a, source, out, maxima, groups, mine, normaliser, warp, lane)) {
+    leave();
+    return;
+  }
+  for (int i = lane; i < layout.max_logprob_ids; i += kWarp) {
+    const int64_t given = a.given_ids[int64_t{turn.index} * layout.max_logprob_ids + i];
+    float logprob = nan_f32();
+    if (given >= 0) {
+      const float of_given = sanitised(Logits::load(source.logits, given));
+      logprob = normaliser.logprob(of_given, of_given, static_cast<int>(given));
+    }
+    out[layout.given_logprobs() + i] = __float_as_int(logprob);
+  }
+  if (lane == 0) {
+    const float logprob = turn.token >= 0 ? normaliser.logprob(x, x, turn.token) : nan_f32();
+    store_position(out, largest, normaliser.log, logprob, 0, nan_f32(), 0);
+  }
+}
+
+// So many rows a multiprocessor are many.
+constexpr int kManyRounds = 4;
+// Of so many groups a row, two blocks a multiprocessor fit.
+constexpr int kRelayedGroups = 3584;
+
+constexpr size_t relay_bytes(int groups) {
+  const size_t own = sizeof(Relay) + size_t{kPlaces} * kStatisticsInShared * sizeof(float) *
+                                         static_cast<size_t>(groups);
+  return std::max(own, shared_bytes(groups));
+}
+
+// The positions of a block in so many rounds that have a row, one after the other, into the relay's
+// list; the others are padding, and get their record. How many have one.
+__device__ __noinline__ void list_turns(const ScoreArguments& a, int64_t first_round) {
+  Relay& relay = the_relay();
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  static_assert(kTurns == kThreads);
+  const int64_t round = first_round + thread;
+  const int index = round * gridDim.x < a.positions ? position_in_round(a, round) : -1;
+  Turn turn = {index, -1, -1};
+  if (index >= 0) {
+    turn.row = static_cast<int>(max(a.rows[index], int64_t{-1}));
+    turn.token = static_cast<int>(max(a.token_ids[index], int64_t{-1}));
+    if (turn.row < 0) {
+      store_padding(a.layout, a.output + int64_t{index} * a.layout.output_words(), {0, 1});
+    }
+  }
+  const unsigned valid = __ballot_sync(kAllLanes, turn.row >= 0);
+  if (lane == 0) relay.turns_of_warp[warp] = __popc(valid);
+  __syncthreads();
+  int place = __popc(valid & ((1u << lane) - 1)), count = 0;
+  for (int i = 0; i < kWarps; ++i) {
+    place += i < warp ? relay.turns_of_warp[i] : 0;
+    count += relay.turns_of_warp[i];
+  }
+  if (turn.row >= 0) relay.turns[place] = turn;
+  if (thread == 0) relay.count = count;
+}
+
+// Rows that are aligned and end with a whole piece; neither ranks nor entropies.
+template <class Logits>
+__global__ void __launch_bounds__(kThreads, kScoringBlocks)
+    score_read_rows_kernel(const __grid_constant__ ScoreArguments a) {
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int groups = groups_of(a.layout.vocab_size);
+  Relay& relay = the_relay();
+  float* places = the_places();
+  if (threadIdx.x == 0) {
+    relay.left = 0;
+    relay.tiles = groups / kGroupsOfTile;
+  }
+  constexpr Wishes kRaw = {false, false, true, false, false};
+  // What a warp knows of rows lies in shared memory: its registers are for logits, and other memory
+  // answers as late as these do.
+  for (int first = 0; int64_t{first} * gridDim.x < a.positions; first += kTurns) {
+    list_turns(a, first);
+    if (threadIdx.x < kPlaces) {
+      gate_init(&relay.read[threadIdx.x], kThreads);
+      gate_init(&relay.scored[threadIdx.x], kWarp);
+    }
+    __syncthreads();
+    // The warps take tiles in turns, from one row to the next.
+    int tile = warp;
+    Source source = source_of(a, relay.count > 0 ? relay.turns[0].row : 0);
+    Set<Logits> sets[kSets] = {};
+    if (relay.count > 0) {
+#pragma unroll
+      for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
+    }
+#pragma unroll 1
+    for (int number = 0; number < relay.count + kBehind; ++number) {
+      if (number < relay.count) {
+        const int place = number % kPlaces;
+        if (number >= kPlaces) gate_wait(&relay.scored[place], (number / kPlaces - 1) & 1);
+        float* maxima = places + place * kStatisticsInShared * groups;
+        const Statistics at = {maxima, maxima + groups, nullptr, nullptr, nullptr};
+#pragma unroll 1
+        for (bool last = false; !last;) {
+          int following = tile + kWarps;
+          const int tiles = load_now(&relay.tiles);
+          last = following >= tiles;
+          if (last) {
+            following -= tiles;
+            if (number + 1 < relay.count) source = source_of(a, relay.turns[number + 1].row);
+          }
+          const bool loads = !last || number + 1 < relay.count;
+#pragma unroll
+          for (int i = 0; i < kSets; ++i) {
+            stream_set<false>(kRaw, kLog2E, tile, i, lane, sets[i], at);
+            if (loads) sets[i] = load_set<Logits>(source, following, i, lane);
+          }
+          tile = following;
+        }
+        gate_arrive(&relay.read[place]);
+      }
+      const int behind = number - kBehind;
+      if (behind >= 0 && behind % kWarps == warp) {
+        gate_wait(&relay.read[behind % kPlaces], behind / kPlaces & 1);
+        score_by_warp<Logits>(a, behind, warp, lane);
+        gate_arrive(&relay.scored[behind % kPlaces]);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < kPlaces) {
+      gate_end(&relay.read[threadIdx.x]);
+      gate_end(&relay.scored[threadIdx.x]);
+    }
+  }
+  const bool any_left = relay.left > 0;
+  __syncthreads();  // what was read here has its place taken
+  if (any_left) score_by_block<Logits>(a, true);
+}
+
 }  // namespace
 
 int64_t score_rows_scratch_words(const TableLayout& layout, bool entropy) {
@@ -177,19 +508,30 @@ int64_t score_rows_scratch_words(const TableLayout& layout, bool entropy) {
 
 cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic,
                               cudaStream_t stream) {
-  const auto launch = [&](void (*kernel)(ScoreArguments)) {
-    int device = 0, multiprocessors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (error != cudaSuccess) return error;
-    const int groups = groups_of(arguments.layout.vocab_size);
-    ScoreArguments chosen = arguments;
-    chosen.in_shared = groups <= kSharedGroups;
-    const size_t bytes = shared_bytes(groups);
-    error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) return error;
+  const TableLayout& layout = arguments.layout;
+  const int groups = groups_of(layout.vocab_size);
+  ScoreArguments chosen = arguments;
+  chosen.in_shared = groups <= kSharedGroups;
+  const auto launch = [&](void (*by_block)(ScoreArguments), void (*by_warps)(ScoreArguments),
+                          int64_t bytes_of_logit) {
+    const bool aligned = reinterpret_cast<uintptr_t>(arguments.logits) % 16 == 0 &&
+                         arguments.logits_stride * bytes_of_logit % 16 == 0 &&
+                         layout.vocab_size % kPiece == 0;
+    // A row by itself is sooner worked out by all warps.
+    const bool relayed = aligned && arguments.positions > kManyRounds * multiprocessors &&
+                         !arguments.rank && !arguments.entropy &&
+                         layout.max_logprobs <= kTopOfWarp && groups >= kWarps * kGroupsOfTile &&
+                         groups <= kRelayedGroups;
+    void (*const kernel)(ScoreArguments) = relayed ? by_warps : by_block;
+    const size_t bytes = relayed ? relay_bytes(groups) : shared_bytes(groups);
+    const cudaError_t allowed = allow_dynamic_shared(kernel, static_cast<int>(bytes));
+    if (allowed != cudaSuccess) return allowed;
     // Blocks that all run from the start: each then takes its share of the rows.
     const int blocks =
         std::min({arguments.positions, kScoringBlocks * multiprocessors, kMostScoringBlocks});
@@ -198,11 +540,11 @@ cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic
   };
   switch (arguments.logits_type) {
     case LogitsType::kFloat32:
-      return launch(score_rows_kernel<Float32>);
+      return launch(score_rows_kernel<Float32>, score_read_rows_kernel<Float32>, 4);
     case LogitsType::kBFloat16:
-      return launch(score_rows_kernel<BFloat16>);
+      return launch(score_rows_kernel<BFloat16>, score_read_rows_kernel<BFloat16>, 2);
     default:
-      return launch(score_rows_kernel<Float16>);
+      return launch(score_rows_kernel<Float16>, score_read_rows_kernel<Float16>, 2);
   }
 }
 

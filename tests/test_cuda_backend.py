@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,14 @@ from helpers import (
     random_words,
 )
 
-from graphed_sampling import GraphedSampler, RequestTable, Sampler, SamplingParams, backends
+from graphed_sampling import (
+    GraphedSampler,
+    RequestTable,
+    Sampler,
+    SamplingParams,
+    backends,
+    new_prompt_output,
+)
 from graphed_sampling.backends import cuda
 from graphed_sampling.layout import (
     HEADER_WORDS,
@@ -428,6 +435,56 @@ def threads_in_order(seed: int) -> Iterator[None]:
         yield
     finally:
         set_order(0)
+
+
+# Rows that follow each other without a pause, each worked out by one warp.
+
+
+def rows_of_every_kind(count: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Usual rows, and those that a warp leaves to the block."""
+    rng = np.random.default_rng(vocab)
+    rows = torch.from_numpy(rng.standard_normal((count, vocab), np.float32)) * 3
+    rows[3, 17], rows[4, 5000], rows[5] = torch.nan, torch.inf, -torch.inf
+    rows[6] = 1.5  # more equals than a list holds
+    rows[7, 40:] = -torch.inf  # fewer tokens than groups
+    rows[8, 2:] = -torch.inf
+    rows[9] *= 1e-3
+    rows[10] *= 1e30
+    rows[11] = rows[11].round()
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("top_n", [0, 5, 24, 25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_relay_of_warps_gives_the_bits_of_a_block(
+    pair: BackendDevice, dtype: torch.dtype, top_n: int, seed: int
+) -> None:
+    if seed and not pair.emulated:
+        pytest.skip("the order of a GPU's threads cannot be chosen")
+    count, vocab = (40 if pair.emulated else 1500), 34_824  # 18 tiles, the last one of 8 tokens
+    rng = np.random.default_rng(top_n)
+    logits = rows_of_every_kind(24, vocab, dtype).to(pair.device)
+    rows = torch.arange(count) % 25 - 1
+    rows[count // 2 :] = rows[torch.randperm(count - count // 2)]
+    tokens, given = (
+        torch.from_numpy(rng.integers(-1 if shape[1:] else 0, vocab, shape)).to(pair.device)
+        for shape in ((count,), (count, 3))
+    )
+
+    def score(some: slice) -> torch.Tensor:
+        record = new_prompt_output(len(rows[some]), top_n, 3, device=pair.device)
+        torch.ops.graphed_sampling.prompt_logprobs_out(
+            logits, tokens[some], record, backend="cuda", rows=rows[some].to(pair.device),
+            given_ids=given[some], top_n=top_n,
+        )  # fmt: skip
+        return record.cpu()
+
+    with threads_in_order(seed) if seed else nullcontext():
+        together = score(slice(count))
+    for first in range(0, count, 8):
+        alone = score(slice(first, first + 8))
+        assert torch.equal(together[first : first + 8], alone), first
 
 
 @pytest.mark.parametrize("vocab", [40, 3000, 20_000], ids=lambda v: f"V{v}")

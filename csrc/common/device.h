@@ -115,6 +115,14 @@ __device__ __forceinline__ float load_now(const float* place) {
 #endif
 }
 
+__device__ __forceinline__ int load_now(const int* place) {
+#ifdef __CUDACC__
+  return *static_cast<const volatile int*>(place);
+#else
+  return __ldcg(place);
+#endif
+}
+
 __device__ __forceinline__ float4 load_now(const float4* place) {
 #ifdef __CUDACC__
   float4 value;
@@ -197,6 +205,52 @@ using emulation::cluster_size;
 using emulation::cluster_wait;
 using emulation::of_block;
 #endif
+
+// A gate in a block's shared memory, for warps that wait for others without stopping all of them.
+// Its phases follow each other: each ends when `count` threads have arrived, and what these did
+// before may be relied on behind gate_wait() for it. A phase's parity is its number's lowest bit,
+// from 0 on; a thread that waits must be there before the phase after ends. gate_end() comes before
+// its memory is used for anything else.
+#ifdef __CUDACC__
+__device__ __forceinline__ unsigned gate_address(const uint64_t* gate) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(gate));
+}
+
+__device__ __forceinline__ void gate_init(uint64_t* gate, unsigned count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(gate_address(gate)), "r"(count)
+               : "memory");
+}
+
+__device__ __forceinline__ void gate_end(uint64_t* gate) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(gate_address(gate)) : "memory");
+}
+
+__device__ __forceinline__ void gate_arrive(uint64_t* gate) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(
+                   gate_address(gate))
+               : "memory");
+}
+
+__device__ __forceinline__ bool gate_passed(const uint64_t* gate, unsigned parity) {
+  unsigned passed;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(passed)
+      : "r"(gate_address(gate)), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+#else
+using emulation::gate_arrive;
+using emulation::gate_end;
+using emulation::gate_init;
+using emulation::gate_passed;
+#endif
+
+__device__ __forceinline__ void gate_wait(const uint64_t* gate, unsigned parity) {
+  while (!gate_passed(gate, parity)) __nanosleep(20);
+}
 
 #ifdef __CUDACC__
 // Larger clusters are not for every device, so CUDA wants to be asked for them.

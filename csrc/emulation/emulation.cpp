@@ -689,6 +689,28 @@ void yield() {
   suspend();
 }
 
+// count | missing << 16 | phase << 32
+void gate_init(uint64_t* gate, unsigned count) {
+  *gate = count | uint64_t{count} << 16;
+  races::init_gate(gate);
+}
+
+void gate_end(uint64_t* gate) { *gate = ~uint64_t{0}; }
+
+void gate_arrive(uint64_t* gate) {
+  races::arrive_at_gate(gate);
+  *gate -= uint64_t{1} << 16;
+  if ((*gate >> 16 & 0xFFFF) != 0) return;
+  races::end_phase_of_gate(gate);
+  *gate += (*gate & 0xFFFF) << 16 | uint64_t{1} << 32;
+}
+
+bool gate_passed(const uint64_t* gate, unsigned parity) {
+  if ((*gate >> 32 & 1) == parity) return false;
+  races::pass_gate(gate);
+  return true;
+}
+
 void trap(const char* message, Site site) { fail(std::string("met ") + message + describe(site)); }
 
 void* dynamic_shared() { return block->shared_begin; }

@@ -180,6 +180,12 @@ T* of_block(T* mine, unsigned rank, Site site = Site::current()) {
   return static_cast<T*>(address_of_block(mine, rank, site));
 }
 
+// As in common/device.h; the word has the count, what is missing of it, and the phase.
+void gate_init(uint64_t* gate, unsigned count);
+void gate_end(uint64_t* gate);
+void gate_arrive(uint64_t* gate);
+bool gate_passed(const uint64_t* gate, unsigned parity);
+
 using Invoke = void (*)(const void* closure);
 cudaError_t run_grid(const void* kernel, Invoke invoke, const void* closure, dim3 grid, int threads,
                      size_t dynamic_shared_bytes, int cluster);

@@ -11,6 +11,9 @@
 //     one does after an atomic on the same word. Fences are not looked at.
 //   - Within a cluster its barrier does: what a thread did before cluster_arrive() comes before
 //     what any thread does after the cluster_wait() that belongs to it.
+//   - A gate does: what a thread did before gate_arrive(), and what its warp's lanes did before a
+//     __syncwarp() in front of that, comes before what a thread of the block does behind
+//     gate_wait() for that phase.
 //
 // Each of these orders by itself; orders that follow only from several of them together (an atomic
 // behind the cluster's barrier, for another cluster) are not seen: what they order is reported.
@@ -80,6 +83,9 @@ struct Block {
   uint32_t known[kMaxWarps][kWarp][kWarp];
   // Of each thread, how often it has been at the cluster's barrier.
   uint16_t arrivals[kMaxWarps * kWarp], waits[kMaxWarps * kWarp];
+  // What comes before anything that a thread does now, by gates: of every thread, in its syncs.
+  // Empty until a gate is used.
+  std::vector<std::array<uint32_t, kMaxWarps * kWarp>> behind_gates;
   Range shared;
   bool exited;
 };
@@ -200,6 +206,12 @@ struct Meeting {
 // By the numbers of both blocks.
 std::unordered_map<uint64_t, std::vector<Meeting>> meetings;
 
+// What comes before a gate's phase that is under way, and before the one that ended last, likewise.
+struct Gate {
+  std::array<uint32_t, kMaxWarps * kWarp> coming, passed;
+};
+std::unordered_map<const uint64_t*, Gate> gates;
+
 std::vector<std::string> found;
 std::set<std::tuple<Rule, uint32_t, uint32_t>> seen;
 
@@ -293,10 +305,15 @@ bool cluster_has_met(const Access& earlier, const Access& now) {
   return earlier.block >= cluster_first && earlier.arrivals < block->waits[now.thread];
 }
 
+bool gate_has_passed(const Access& earlier, const Access& now) {
+  return earlier.block == now.block && !block->behind_gates.empty() &&
+         earlier.syncs <= block->behind_gates[now.thread][earlier.thread];
+}
+
 void check(const Access& earlier, bool earlier_writes, const Access& now, bool writes,
            bool shared) {
   if (earlier.block < first_block || compatible(earlier, now)) return;
-  if (cluster_has_met(earlier, now)) return;
+  if (cluster_has_met(earlier, now) || gate_has_passed(earlier, now)) return;
   if (earlier.block != now.block) {
     const bool of_cluster = earlier.block >= cluster_first;
     if ((of_cluster || !shared) && !blocks_have_met(earlier, now)) {
@@ -439,6 +456,7 @@ void start_block(const uint3& index, const std::byte* shared_begin, const std::b
   std::fill(std::begin(started.arrivals), std::end(started.arrivals), uint16_t{0});
   std::fill(std::begin(started.waits), std::end(started.waits), uint16_t{0});
   std::memset(started.known, 0, sizeof(started.known));
+  started.behind_gates.clear();
   for (auto& lanes : started.known) {
     for (int lane = 0; lane < kWarp; ++lane) lanes[lane][lane] = 1;
   }
@@ -505,6 +523,34 @@ void meet_at_syncwarp(int warp, uint32_t mask) {
 void arrive_at_cluster() { ++block->arrivals[threadIdx.x]; }
 
 void wait_for_cluster() { ++block->waits[threadIdx.x]; }
+
+void init_gate(const uint64_t* gate) {
+  gates[gate] = {};
+  if (block->behind_gates.empty()) block->behind_gates.resize(kMaxWarps * kWarp);
+}
+
+void arrive_at_gate(const uint64_t* gate) {
+  auto& coming = gates.at(gate).coming;
+  const unsigned thread = threadIdx.x, warp = thread / kWarp;
+  const auto& behind = block->behind_gates[thread];
+  auto& own = block->known[warp][thread % kWarp];
+  for (size_t i = 0; i < coming.size(); ++i) coming[i] = std::max(coming[i], behind[i]);
+  for (size_t i = 0; i < kWarp; ++i) {
+    coming[warp * kWarp + i] = std::max(coming[warp * kWarp + i], own[i]);
+  }
+  ++own[thread % kWarp];  // what it does from now on, those behind the gate do not know
+}
+
+void end_phase_of_gate(const uint64_t* gate) {
+  Gate& ended = gates.at(gate);
+  ended.passed = ended.coming;
+}
+
+void pass_gate(const uint64_t* gate) {
+  const auto& passed = gates.at(gate).passed;
+  auto& behind = block->behind_gates[threadIdx.x];
+  for (size_t i = 0; i < passed.size(); ++i) behind[i] = std::max(behind[i], passed[i]);
+}
 
 std::vector<std::string> take() {
   seen.clear();

@@ -38,6 +38,12 @@ void meet_at_syncwarp(int warp, uint32_t mask);
 void arrive_at_cluster();
 // The cluster's threads had arrived, or have ended, and the running one may rely on that.
 void wait_for_cluster();
+// Of a gate: the running thread has arrived; all that its phase is for have; the running one may
+// rely on what those of the phase before did.
+void init_gate(const uint64_t* gate);
+void arrive_at_gate(const uint64_t* gate);
+void end_phase_of_gate(const uint64_t* gate);
+void pass_gate(const uint64_t* gate);
 
 // The races found since the last call, each pair of places in the code once. An address of the
 // code is written +0x1234: for `addr2line` with this library.
@@ -57,6 +63,10 @@ inline void meet_at_barrier() {}
 inline void meet_at_syncwarp(int, uint32_t) {}
 inline void arrive_at_cluster() {}
 inline void wait_for_cluster() {}
+inline void init_gate(const uint64_t*) {}
+inline void arrive_at_gate(const uint64_t*) {}
+inline void end_phase_of_gate(const uint64_t*) {}
+inline void pass_gate(const uint64_t*) {}
 inline void set_kind(Kind) {}
 
 #endif

@@ -70,16 +70,23 @@ __device__ inline Vector vector_now(const float* place) {
   return Vector(load_now(reinterpret_cast<const float4*>(place)));
 }
 
-// A thread's part of the sum of groups' weights relative to the largest, which is finite.
+// `weight` with the weights of 4 neighbouring groups relative to the largest, which is finite.
+__device__ inline float with_weights(float weight, const float* maxima, const float* sums,
+                                     const Exponents& exponents) {
+  const Vector maximum = vector_now(maxima), sum = vector_now(sums);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
+  }
+  return weight;
+}
+
+// A thread's part of the sum of groups' weights.
 __device__ inline float weight_of_owned(const Owned& owned, const float* maxima, const float* sums,
                                         const Exponents& exponents) {
   float weight = 0.0f;
   owned.each([&](int, int group) {
-    const Vector maximum = vector_now(maxima + group), sum = vector_now(sums + group);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
-    }
+    weight = with_weights(weight, maxima + group, sums + group, exponents);
   });
   return weight;
 }
@@ -93,12 +100,16 @@ __device__ inline void leave_parts(Shared& shared, Block& block, const Owned& ow
   if (block.lane() == 0) shared.raw_parts[block.warp()] = part;
 }
 
+__device__ inline double log_of_sum(float sum) {
+  return static_cast<double>(lg2_approx(sum)) * kLn2;
+}
+
 // The natural logarithm of the sum of the raw weights, whose parts warps have left.
 __device__ inline double log_of_parts(const Shared& shared) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += shared.raw_parts[i];
-  return static_cast<double>(lg2_approx(sum)) * kLn2;
+  return log_of_sum(sum);
 }
 
 // ln of the sum of a row's raw weights, relative to the largest, which need not be finite.

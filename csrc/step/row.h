@@ -20,8 +20,16 @@ struct Float32 {
   static constexpr int kVectors = 2;
   static constexpr uint32_t kNegInfBits = 0xFF800000u, kNegInfWord = 0xFF800000u;
   using Bits = uint32_t;
+  __device__ static float value(Bits bits) { return __uint_as_float(bits); }
   __device__ static float load(const void* logits, int64_t i) {
-    return __ldg(static_cast<const float*>(logits) + i);
+    return value(__ldg(static_cast<const Bits*>(logits) + i));
+  }
+  // Two neighbours, of which the first has an even place in a row that is aligned.
+  __device__ static void load_pair(const void* logits, int64_t i, float (&x)[2]) {
+    const auto* pair = reinterpret_cast<const float2*>(static_cast<const float*>(logits) + i);
+    const float2 loaded = __ldg(pair);
+    x[0] = loaded.x;
+    x[1] = loaded.y;
   }
   __device__ static void unpack(const uint32_t (&words)[8], float (&x)[kPiece]) {
 #pragma unroll
@@ -40,8 +48,15 @@ struct BFloat16 {
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFF80u, kNegInfWord = 0xFF80FF80u;
   using Bits = uint16_t;
+  __device__ static float value(Bits bits) { return bf16_to_float(bits); }
   __device__ static float load(const void* logits, int64_t i) {
-    return bf16_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
+    return value(__ldg(static_cast<const Bits*>(logits) + i));
+  }
+  __device__ static void load_pair(const void* logits, int64_t i, float (&x)[2]) {
+    const auto* pair = reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(logits) + i);
+    const uint32_t word = __ldg(pair);
+    x[0] = __uint_as_float(word << 16);
+    x[1] = __uint_as_float(word & 0xFFFF0000u);
   }
   __device__ static void unpack(const uint32_t (&words)[4], float (&x)[kPiece]) {
 #pragma unroll
@@ -61,8 +76,15 @@ struct Float16 {
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFC00u, kNegInfWord = 0xFC00FC00u;
   using Bits = uint16_t;
+  __device__ static float value(Bits bits) { return half_to_float(bits); }
   __device__ static float load(const void* logits, int64_t i) {
-    return half_to_float(__ldg(static_cast<const uint16_t*>(logits) + i));
+    return value(__ldg(static_cast<const Bits*>(logits) + i));
+  }
+  __device__ static void load_pair(const void* logits, int64_t i, float (&x)[2]) {
+    const auto* pair = reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(logits) + i);
+    const uint32_t word = __ldg(pair);
+    x[0] = half_to_float(static_cast<uint16_t>(word & 0xFFFFu));
+    x[1] = half_to_float(static_cast<uint16_t>(word >> 16));
   }
   __device__ static void unpack(const uint32_t (&words)[4], float (&x)[kPiece]) {
 #pragma unroll

@@ -162,10 +162,11 @@ __device__ inline float group_sum(const Set<Logits>& set, const Exponents& expon
   for (int i = 0; i < kAtOnce; ++i) {
     float x[kPiece];
     Logits::unpack(set.packs[i].words, x);
-    float sums[2] = {0.0f, 0.0f};
+    float sums[2];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      sums[j % 2] += ex2_approx(kWide ? exponents.z(x[j]) : exponents.narrow_z(x[j]));
+      const float weight = ex2_approx(kWide ? exponents.z(x[j]) : exponents.narrow_z(x[j]));
+      sums[j % 2] = j < 2 ? weight : sums[j % 2] + weight;
     }
     parts[i] = sums[0] + sums[1];
   }
