@@ -532,8 +532,8 @@ def _finish_row(
         row_flags = tl.where(seen_nan != 0, R_NAN, 0)
         if LAW & DECIDE:
             _decide(
-                place, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
-                num_kept, NORMAL, 0, largest, raw_total, vocab, num_bias, num_bans,
+                place, flags, row_flags, token, highest, lowest, lowest_id, total, num_kept, NORMAL,
+                0, largest, raw_total, num_bans,
             )  # fmt: skip
         else:
             _report(
@@ -613,7 +613,7 @@ def finish(
         tl.store(scratch + plan_at + PLAN_ROWS_TAKEN, 0)
     rows = tl.num_programs(0)
     if LAW & DECIDE:
-        _set_draw(kinds, rows, index, params, row_state, idle, offset_step, vocab)
+        _set_draw(kinds, rows, index, params, row_state, offset_step)
     if idle:
         _write_idle(out, row_state, admitted, max_logprobs, max_logprob_ids)
         tl.store(kinds + index, DONE)
