@@ -616,11 +616,19 @@ def test_the_stand_in_draws_what_flashinfer_draws(device: torch.device, vocab: i
 
 # What FlashInfer's samplers have got wrong in public.
 
+BAD_ROWS_ASK = [
+    pytest.param(SamplingParams(logprobs=1), id="unfiltered"),
+    pytest.param(SamplingParams(logprobs=1, top_k=3, top_p=0.9), id="filtered"),
+]
+
 
 @everywhere
 @eager_and_graphed
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bad_rows_never_reach_flashinfer(device: torch.device, graphed: bool, dtype: str) -> None:
+@pytest.mark.parametrize("asked", BAD_ROWS_ASK)
+def test_bad_rows_never_reach_flashinfer(
+    device: torch.device, graphed: bool, dtype: str, asked: SamplingParams
+) -> None:
     """NaN, infinities, nothing at all (flashinfer #1575, #2402, #769, #3623): flags, bounded ids,
     neighbours right. The stand-in fails on NaN."""
     rows = [lm_row(1), np.full(VOCAB, NAN), lm_row(2), np.full(VOCAB, -INF), lm_row(3), lm_row(4)]
@@ -634,7 +642,7 @@ def test_bad_rows_never_reach_flashinfer(device: torch.device, graphed: bool, dt
     for logits in (good, bad):
         table = RequestTable(8, VOCAB, device=device, seed=1)
         for _ in rows:
-            table.admit(SamplingParams(logprobs=1))
+            table.admit(asked)
         sampler: Any = Sampler(table, "flashinfer")
         if graphed:
             sampler = GraphedSampler(table, (8,), DTYPES[dtype], backend="flashinfer")
