@@ -49,7 +49,7 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 """Bits of `mode`: which optional inputs there are."""
 KEEP_TIES, JOINT, DECIDE, SLAB = 1, 2, 4, 8
 """Bits of LAW, which is 0 here: see triton_kernels/__init__.py."""
-DECISION_WORDS: Final = 14
+DECISION_WORDS: Final = 13
 """Words that tell what is known of a row before somebody else draws its token."""
 SLAB_SIZE: Final = 1024
 """Places that FlashInfer's slab of a row's best tokens has."""

@@ -16,10 +16,8 @@ from graphed_sampling.backends.triton_kernels.constants import (
     D_NUM_KEPT,
     D_RAW_TOTAL,
     D_SPECIAL,
-    D_TOKEN,
     D_TOTAL,
     DECISION_WORDS,
-    F_GREEDY,
     P_SEED,
     S_POSITION,
     SLAB_SIZE,
@@ -72,12 +70,10 @@ def _set_draw(kinds, rows, index, params, state, offset_step):
 
 @triton.jit
 def _decide(
-    decision, flags, row_flags, token, highest, lowest, lowest_id, total, num_kept, special,
-    fallback, largest, raw_total, num_bans,
+    decision, row_flags, highest, lowest, lowest_id, total, num_kept, special, fallback, largest,
+    raw_total, num_bans,
 ):  # fmt: skip
-    """Note all that is known of a row. Its token, where there is nothing to draw."""
-    greedy = (flags & F_GREEDY) != 0
-    tl.store(decision + D_TOKEN, tl.where(greedy | (num_kept == 1), token, -1))
+    """Note all that is known of a row."""
     tl.store(decision + D_FLAGS, row_flags)
     _store_f32(decision + D_HIGHEST, highest)
     _store_f32(decision + D_LOWEST, lowest)

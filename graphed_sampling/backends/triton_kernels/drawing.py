@@ -16,7 +16,6 @@ from graphed_sampling.backends.triton_kernels.constants import (
     D_NUM_KEPT,
     D_RAW_TOTAL,
     D_SPECIAL,
-    D_TOKEN,
     D_TOTAL,
     F_ADMITTED,
     GROUP,
@@ -242,8 +241,6 @@ def conclude(
         decision = _decision(kinds, rows, index)
         _, _, _, drawn, tokens = _draws(kinds, rows)
         token = tl.load(drawn + index) * GROUP + tl.load(tokens + index)
-        decided = tl.load(decision + D_TOKEN)
-        token = tl.where(decided >= 0, decided, token)
         num_bias = tl.load(params + P_NUM_BIAS)
         num_bans = tl.load(decision + D_BANS)
         special = tl.load(decision + D_SPECIAL)
