@@ -369,9 +369,10 @@ def test_the_laws_differ_where_they_should() -> None:
 
 @everywhere
 @pytest.mark.parametrize("length", ["short", "long"])
-@pytest.mark.parametrize("backend", [KEEP, JOINT])
+@pytest.mark.parametrize("backend", [KEEP, JOINT, JOINT_EXACT])
 def test_laws_of_long_lists_and_flat_rows(device: torch.device, backend: str, length: str) -> None:
     """Rows whose survivors are more than a list holds, ties and all."""
+    require_compiled(device, backend)
     # On the GPU rows for which other tests have the kernels compiled.
     vocab = 5000 if length == "short" else few(device, 128_256, 40_000)
     rng = np.random.default_rng(vocab)

@@ -122,27 +122,31 @@ def group_probabilities(
     index = tl.program_id(0).to(tl.int64)
     kinds = scratch + (tl.full((), 0, tl.int64) + rows) * scratch_words
     group = tl.program_id(1) * GROUPS_OF_TILE + tl.arange(0, GROUPS_OF_TILE)
+    row_scratch = scratch + index * scratch_words
+    # Loaded before it is known whether the row has any of it: all that can comes at the same time.
+    decision = _decision(kinds, rows, index)
+    maximum = _f32(row_scratch + group)
+    highest = _f32(decision + D_HIGHEST)
+    lowest = _f32(decision + D_LOWEST)
+    num_kept = tl.load(decision + D_NUM_KEPT)
+    normal = tl.load(decision + D_SPECIAL) == NORMAL
+    total = _i64(decision + D_TOTAL)
     slot = tl.load(slots + index).to(tl.int64)
     slot = tl.where((slot >= 0) & (slot < max_requests), slot, max_requests)
     params = all_params + slot * params_words
     flags = tl.load(params + P_FLAGS)
+    scale = _f32(params + P_SCALE)
     finished = tl.load(state + slot * state_words + S_FINISH_REASON) != 0
     p = tl.where(group == 0, 1.0, 0.0)
     if ((flags & F_ADMITTED) != 0) & (finished == 0):
-        decision = _decision(kinds, rows, index)
-        row_scratch = scratch + index * scratch_words
-        maximum = _f32(row_scratch + group)
-        highest = _f32(decision + D_HIGHEST)
-        scale = _f32(params + P_SCALE)
-        each = (ONE / _i64(decision + D_TOTAL).to(tl.float64)).to(tl.float32)
-        normal = tl.load(decision + D_SPECIAL) == NORMAL
+        each = (ONE / total.to(tl.float64)).to(tl.float32)
         p = tl.zeros([GROUPS_OF_TILE], tl.float32)
-        if normal & (tl.load(decision + D_NUM_KEPT) == 0):
+        if normal & (num_kept == 0):
             # No filter: these are the weights that `stream` has added up.
             weights = _f32(row_scratch + groups * SUMS + group)
             weights *= tl.exp2(_z(maximum, highest, scale))
             p = tl.where(maximum > NEG_INF, weights * each, 0.0)
-        elif (normal == 0) | (tl.max(maximum) >= _f32(decision + D_LOWEST)):
+        elif (normal == 0) | (tl.max(maximum) >= lowest):
             logits_row = logits + index * stride * UNIT
             if UNIT > 1:
                 logits_row = tl.multiple_of(logits_row, 16)
