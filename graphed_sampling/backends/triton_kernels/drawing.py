@@ -143,9 +143,9 @@ def group_probabilities(
         p = tl.zeros([GROUPS_OF_TILE], tl.float32)
         if normal & (num_kept == 0):
             # No filter: these are the weights that `stream` has added up.
-            weights = _f32(row_scratch + groups * SUMS + group)
-            weights *= tl.exp2(_z(maximum, highest, scale))
-            p = tl.where(maximum > NEG_INF, weights * each, 0.0)
+            sums = _f32(row_scratch + groups * SUMS + group)
+            sums *= tl.exp2(_z(maximum, highest, scale))
+            p = tl.where(maximum > NEG_INF, sums * each, 0.0)
         elif (normal == 0) | (tl.max(maximum) >= lowest):
             logits_row = logits + index * stride * UNIT
             if UNIT > 1:
