@@ -246,8 +246,6 @@ HAND_WRITTEN: Final = {
 }
 HAND_WRITTEN_LIMIT: Final = 1.15
 USUAL_LIMIT: Final = 1 / 1.3
-MEASURED_AS: Final = {"flashinfer": "flashinfer:ties=keep"}
-"""Backends that without an option refuse what most classes ask for."""
 
 Reads: TypeAlias = Mapping[tuple[str, int, int], float]
 """Microseconds of one read, by dtype, batch and vocabulary size."""
@@ -1107,9 +1105,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         vocabs=tuple(dict.fromkeys(arguments.vocab_size or vocabs)),
         dtypes=tuple(arguments.dtype or dtypes),
         names=tuple(arguments.classes or names),
-        backends=tuple(
-            MEASURED_AS.get(name, name) for name in arguments.backends or usable_backends(device)
-        ),
+        backends=tuple(arguments.backends or usable_backends(device)),
         rivals=arguments.peers,
         rival_classes=rival_classes,
         hot=arguments.hot,

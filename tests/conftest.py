@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,30 @@ torch.set_num_threads(1)
 QUICK = None
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     QUICK = quicken_interpreter()
+
+
+def compile_once() -> None:
+    """Let processes compile a kernel of Triton's one after the other: all but the first find it in
+    Triton's cache. At once, every process that tests would compile all of them for itself."""
+    import fcntl
+
+    from triton import compiler, knobs
+
+    plain = compiler.compile
+    locks = Path(knobs.cache.dir) / "graphed_sampling_tests"
+    locks.mkdir(parents=True, exist_ok=True)
+
+    def compile_locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
+        key = f"{source.hash()} {target} {sorted((options or {}).items())}"
+        with open(locks / hashlib.sha256(key.encode()).hexdigest(), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return plain(source, target=target, options=options, **rest)
+
+    compiler.compile = compile_locked  # where a kernel's first launch or warm-up looks it up
+
+
+if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    compile_once()
 
 
 @pytest.fixture

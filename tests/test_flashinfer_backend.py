@@ -54,9 +54,12 @@ from graphed_sampling.testing import chi_square, lm_like_logits
 
 OPS = torch.ops.graphed_sampling
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-KEEP, JOINT = "flashinfer:ties=keep", "flashinfer:filter_order=joint,ties=keep"
+EXACT, KEEP = "flashinfer", "flashinfer:ties=keep"
+JOINT, JOINT_EXACT = "flashinfer:filter_order=joint,ties=keep", "flashinfer:filter_order=joint"
+LAWS_OF = (EXACT, KEEP, JOINT, JOINT_EXACT)
 SLAB = "flashinfer:route=slab"
-VOCAB = 64
+VOCAB = 192
+"""Three groups of 64 tokens: a group is drawn first, then a token of it."""
 
 REASONS = {kind: flashinfer.unusable(torch.device(kind)) for kind in ("cpu", "cuda")}
 
@@ -73,6 +76,12 @@ def _devices() -> list[Any]:
 everywhere = pytest.mark.parametrize("device", _devices())
 on_gpu = pytest.mark.parametrize("device", _devices()[1:])
 eager_and_graphed = pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+
+
+def require_compiled(device: torch.device, backend: str) -> None:
+    """Skip the one law on the GPU that compiles no branch which another has not."""
+    if device.type == "cuda" and backend == JOINT_EXACT:
+        pytest.skip("on the GPU the other three laws stand for it, branch by branch")
 
 
 def few(device: torch.device, many: int, number: int) -> int:
@@ -138,10 +147,17 @@ def test_a_step_never_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_flashinfer_can_count() -> None:
+    """Tokens by slab, groups of 64 otherwise."""
     layout = RequestTable(1, 2**22, device="cpu", penalties=False).layout
-    assert flashinfer.scratch_words(layout, 1023) > 1023 * 2**22
-    with pytest.raises(ValueError, match=r"1024 rows of 4194304 tokens are too many"):
-        flashinfer.scratch_words(layout, 1024)
+    slab = backends.module(SLAB)
+    assert slab.scratch_words(layout, 1023) > 1023 * 2**22
+    with pytest.raises(ValueError, match=r"1024 rows of 4194304 tokens are too many .* tokens in"):
+        slab.scratch_words(layout, 1024)
+    assert flashinfer.scratch_words(layout, 2**16 - 1) > 2**32 - 2**16
+    with pytest.raises(
+        ValueError, match=r"65536 rows of 4194304 .* 2\*\*32 groups of 64 in a step"
+    ):
+        flashinfer.scratch_words(layout, 2**16)
 
 
 # Options.
@@ -188,8 +204,6 @@ def test_a_sampler_knows_its_options() -> None:
 
 REFUSED = {
     "seed": (SamplingParams(seed=3), "numbers depend on the row"),
-    "top_k": (SamplingParams(top_k=5), 'ties="keep"'),
-    "top_p": (SamplingParams(top_p=0.5), 'ties="keep"'),
 }
 
 
@@ -216,13 +230,16 @@ def test_what_is_refused_says_what_would_serve(device: torch.device, name: str) 
 
 
 @everywhere
-def test_ties_that_are_asked_for_lift_the_refusals_of_filters(device: torch.device) -> None:
+@pytest.mark.parametrize("backend", LAWS_OF)
+def test_no_filter_is_refused(device: torch.device, backend: str) -> None:
+    require_compiled(device, backend)
+    assert {"seed", "words"} == backends.module(backend).REFUSES
     table = RequestTable(2, 16, device=device)
-    sampler = Sampler(table, "flashinfer", ties="keep")
+    sampler = Sampler(table, backend)
     table.admit(SamplingParams(top_k=3, top_p=0.5, min_p=0.1))
     with pytest.raises(UnsupportedFeatureError, match="seed = 1"):
         table.admit(SamplingParams(seed=1))
-    assert sampler.backend == KEEP
+    assert sampler.backend == backend
 
 
 @everywhere
@@ -255,21 +272,28 @@ class Law:
     probabilities: np.ndarray
 
 
-def law_of(row: np.ndarray, params: SamplingParams, joint: bool) -> Law:
-    """min_p, top_k, top_p with all ties kept; joint: each looks at the whole row."""
+def law_of(row: np.ndarray, params: SamplingParams, backend: str) -> Law:
+    """min_p, top_k, top_p, with all ties kept or the first ids of them; joint: each looks at the
+    whole row."""
     y = row.astype(np.float64)
     weights = np.exp((y - y.max()) / params.temperature)
     weights[y == -INF] = 0.0
     kept = y > -INF
     if params.min_p:
         kept &= y >= y.max() + params.temperature * math.log(params.min_p)
+    # A token's place: among equals their first one's, or its own.
+    order = np.argsort(-y, kind="stable")
+    place = np.empty(len(y), int)
+    place[order] = np.arange(len(y))
+    if "ties=keep" in backend:
+        place = np.searchsorted(-y[order], -y, side="left")
     whole = weights.sum()
     if 0 < params.top_k < kept.sum():
-        kept &= y >= np.sort(y[kept])[-params.top_k]
+        kept &= place < params.top_k
     if params.top_p < 1:
-        mass = whole if joint else weights[kept].sum()
-        above = np.array([weights[kept & (y > value)].sum() for value in y])
-        kept &= above < params.top_p * mass
+        mass = whole if "joint" in backend else weights[kept].sum()
+        up_to = np.concatenate([[0.0], np.cumsum(np.where(kept, weights, 0.0)[order])])
+        kept &= up_to[place] < params.top_p * mass
     p = np.where(kept, weights, 0.0)
     return Law(np.flatnonzero(kept), p / p.sum())
 
@@ -296,13 +320,14 @@ LAWS: dict[str, SamplingParams] = {
 
 
 @everywhere
-@pytest.mark.parametrize("backend", [KEEP, JOINT])
+@pytest.mark.parametrize("backend", LAWS_OF)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ["smooth", "tied"])
 def test_every_law_keeps_what_it_should(
     device: torch.device, backend: str, dtype: str, rows: str
 ) -> None:
     """num_kept and processed logprobs of all tokens are the law's; the draws lie in it."""
+    require_compiled(device, backend)
     values = np.stack([lm_row(i) for i in range(len(LAWS))])
     logits = torch.from_numpy(tied(values) if rows == "tied" else values).to(DTYPES[dtype])
     exact = logits.float().numpy()
@@ -314,7 +339,7 @@ def test_every_law_keeps_what_it_should(
     for _ in range(few(device, 50, 1)):
         host = on_host(sampler(logits.to(device), slots))
         for i, (name, params) in enumerate(LAWS.items()):
-            law = law_of(exact[i], params, backend == JOINT)
+            law = law_of(exact[i], params, backend)
             filtered = params.features() - {"temperature"} and params.top_k < VOCAB
             if filtered or params.top_p < 1:
                 assert int(host.num_kept[i]) == len(law.kept), name
@@ -329,17 +354,27 @@ def test_every_law_keeps_what_it_should(
 
 def test_the_laws_differ_where_they_should() -> None:
     """Else the test above would not tell one from another."""
-    row, params = tied(lm_row(4)), LAWS["top_k-top_p"]
-    kept = {joint: len(law_of(row, params, joint).kept) for joint in (False, True)}
-    exact = sample_row(row, params, word=0).survivors
-    assert len(exact) != kept[False] != kept[True]
+    rows = [tied(lm_row(i)) for i in range(len(LAWS))]
+    kept = {
+        backend: tuple(
+            tuple(law_of(row, params, backend).kept)
+            for row, params in zip(rows, LAWS.values(), strict=True)
+        )
+        for backend in LAWS_OF
+    }
+    assert len(set(kept.values())) == len(LAWS_OF)
+    for row, params, exact in zip(rows, LAWS.values(), kept[EXACT], strict=True):
+        assert exact == tuple(sorted(sample_row(row, params, word=0).survivors))
 
 
 @everywhere
-@pytest.mark.parametrize("vocab", [5000, 40_000])
-@pytest.mark.parametrize("backend", [KEEP, JOINT])
-def test_laws_of_long_lists_and_flat_rows(device: torch.device, backend: str, vocab: int) -> None:
+@pytest.mark.parametrize("length", ["short", "long"])
+@pytest.mark.parametrize("backend", [KEEP, JOINT, JOINT_EXACT])
+def test_laws_of_long_lists_and_flat_rows(device: torch.device, backend: str, length: str) -> None:
     """Rows whose survivors are more than a list holds, ties and all."""
+    require_compiled(device, backend)
+    # On the GPU rows for which other tests have the kernels compiled.
+    vocab = 5000 if length == "short" else few(device, 128_256, 40_000)
     rng = np.random.default_rng(vocab)
     flat = rng.normal(0, 0.3, vocab).astype(np.float32)
     coarse = (np.round(flat * 8) / 8).astype(np.float32)
@@ -357,11 +392,11 @@ def test_laws_of_long_lists_and_flat_rows(device: torch.device, backend: str, vo
     table = RequestTable(len(cases), vocab, device=device, seed=1)
     for _, params in cases:
         table.admit(replace(params, logprobs=0, logprobs_mode="processed"))
-    sampler = Sampler(table, backend)
+    sampler = GraphedSampler(table, (len(cases),), torch.float32, backend=backend)
     logits = torch.from_numpy(np.stack([row for row, _ in cases])).to(device)
     host = on_host(sampler(logits, torch.arange(len(cases), dtype=torch.int32)))
     for i, (row, params) in enumerate(cases):
-        law = fast_law(row, params, backend == JOINT)
+        law = law_of(row, params, backend)
         # A token's mass of a flat row is near what rounding may move the cut by.
         assert abs(int(host.num_kept[i]) - len(law.kept)) <= (row is flat), (i, params)
         token = int(host.token_ids[i])
@@ -370,24 +405,6 @@ def test_laws_of_long_lists_and_flat_rows(device: torch.device, backend: str, vo
         assert float(host.logprobs[i]) == pytest.approx(
             math.log(law.probabilities[token]), abs=tolerance * 8
         )
-
-
-def fast_law(row: np.ndarray, params: SamplingParams, joint: bool) -> Law:
-    """`law_of` for many tokens, whose values are many too."""
-    y = row.astype(np.float64)
-    weights = np.exp(y - y.max())
-    values, inverse, counts = np.unique(y, return_inverse=True, return_counts=True)
-    mass = np.zeros(len(values))
-    np.add.at(mass, inverse, weights)
-    above = np.concatenate([np.cumsum(mass[::-1])[::-1][1:], [0.0]])
-    above_count = np.concatenate([np.cumsum(counts[::-1])[::-1][1:], [0]])
-    kept = np.ones(len(values), bool)
-    if params.top_k:
-        kept &= above_count < params.top_k
-    if params.top_p < 1:
-        kept &= above < params.top_p * (mass.sum() if joint else mass[kept].sum())
-    p = np.where(kept[inverse], weights, 0.0)
-    return Law(np.flatnonzero(kept[inverse]), p / p.sum())
 
 
 # The route by slab.
@@ -515,7 +532,7 @@ def test_a_thousand_replays_follow_the_law(device: torch.device, backend: str, d
         if params.is_greedy:
             assert set(column.tolist()) == {int(row.argmax())}
             continue
-        law = law_of(row, params, backend == JOINT)
+        law = law_of(row, params, backend)
         hits = torch.bincount(column, minlength=VOCAB)
         expected = torch.from_numpy(law.probabilities)
         chi_square(hits, expected, false_alarm=FALSE_ALARM / number)
@@ -534,7 +551,7 @@ def test_a_large_vocabulary_follows_the_law(device: torch.device, dtype: str) ->
     params = [SamplingParams(top_k=50, top_p=0.95), SamplingParams(top_p=0.9), SamplingParams()]
     drawn = Stream(device, KEEP, params, logits).run(1000)
     for i, one in enumerate(params):
-        law = fast_law(logits[0].float().numpy(), one, False)
+        law = law_of(logits[0].float().numpy(), one, KEEP)
         hits = torch.bincount(drawn[:, i :: len(params)].flatten(), minlength=vocab)
         # Of the tail some hits may be outside by rounding; inside the head there are none.
         expected = torch.from_numpy(law.probabilities)
@@ -549,14 +566,18 @@ def test_a_large_vocabulary_follows_the_law(device: torch.device, dtype: str) ->
 def test_no_draw_tells_of_the_next(device: torch.device, graphed: bool) -> None:
     """FlashInfer's offset + 1 is the neighbouring step's numbers, shifted (known of it)."""
     p = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.05], dtype=torch.float64)
+    ids = torch.tensor([0, 63, 64, 90, 91, 130])  # two, three and one of a group
     rows = few(device, 256, 8)
-    logits = p.log().float().expand(rows, 6).contiguous()
+    logits = torch.full((rows, VOCAB), -INF)
+    logits[:, ids] = p.log().float()
     stream = Stream(device, "flashinfer", [SamplingParams()], logits)
     if device.type == "cpu" and graphed:
         # Without graphs to replay these draws are the eager steps', which are tested.
         assert torch.equal(stream.run(3), stream.run(3, graphed=False))
         return
     drawn = stream.run(few(device, 200, 30), graphed=graphed)
+    assert torch.isin(drawn, ids).all()
+    drawn = torch.searchsorted(ids, drawn)
     check_independence(drawn, p, FALSE_ALARM)
     hits = torch.bincount(drawn.flatten(), minlength=6)
     chi_square(hits, p, false_alarm=FALSE_ALARM)
@@ -582,18 +603,18 @@ def test_a_stand_in_draws_with_curand_s_numbers() -> None:
 
 
 @on_gpu
-def test_the_stand_in_draws_what_flashinfer_draws(device: torch.device) -> None:
-    """Rows that keep everything take one number of FlashInfer's, and of the stand-in's."""
-    rows, vocab = 16, 50
+@pytest.mark.parametrize("vocab", [50, 64, 2048])
+def test_the_stand_in_draws_what_flashinfer_draws(device: torch.device, vocab: int) -> None:
+    """By the same numbers, of short rows and of rows as long as groups are many."""
+    rows = 16
     p = torch.softmax(torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)), 1)
     seeds = torch.arange(rows) * 12345678901
-    offsets = torch.arange(rows) * 256
+    offsets = torch.arange(rows) * 4 + torch.arange(rows) % 2
     drawn = []
     for functions, place_ in ((StandIn(), CPU), (flashinfer.load(), device)):
         samples = torch.zeros(rows, dtype=torch.int32, device=place_)
-        functions.top_k_sampling_from_probs(  # type: ignore[attr-defined]
-            p.to(place_), samples, torch.zeros(rows, dtype=torch.bool, device=place_), None,
-            torch.full((rows,), vocab, dtype=torch.int32, device=place_), 0, True,
+        functions.sampling_from_probs(  # type: ignore[attr-defined]
+            p.to(place_), samples, torch.zeros(rows, dtype=torch.bool, device=place_), None, True,
             seeds.to(place_), 0, offsets.to(place_), 0,
         )  # fmt: skip
         drawn.append(samples.cpu())
@@ -602,11 +623,19 @@ def test_the_stand_in_draws_what_flashinfer_draws(device: torch.device) -> None:
 
 # What FlashInfer's samplers have got wrong in public.
 
+BAD_ROWS_ASK = [
+    pytest.param(SamplingParams(logprobs=1), id="unfiltered"),
+    pytest.param(SamplingParams(logprobs=1, top_k=3, top_p=0.9), id="filtered"),
+]
+
 
 @everywhere
 @eager_and_graphed
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bad_rows_never_reach_flashinfer(device: torch.device, graphed: bool, dtype: str) -> None:
+@pytest.mark.parametrize("asked", BAD_ROWS_ASK)
+def test_bad_rows_never_reach_flashinfer(
+    device: torch.device, graphed: bool, dtype: str, asked: SamplingParams
+) -> None:
     """NaN, infinities, nothing at all (flashinfer #1575, #2402, #769, #3623): flags, bounded ids,
     neighbours right. The stand-in fails on NaN."""
     rows = [lm_row(1), np.full(VOCAB, NAN), lm_row(2), np.full(VOCAB, -INF), lm_row(3), lm_row(4)]
@@ -620,7 +649,7 @@ def test_bad_rows_never_reach_flashinfer(device: torch.device, graphed: bool, dt
     for logits in (good, bad):
         table = RequestTable(8, VOCAB, device=device, seed=1)
         for _ in rows:
-            table.admit(SamplingParams(logprobs=1))
+            table.admit(asked)
         sampler: Any = Sampler(table, "flashinfer")
         if graphed:
             sampler = GraphedSampler(table, (8,), DTYPES[dtype], backend="flashinfer")
@@ -718,8 +747,8 @@ def test_the_last_id_takes_no_missing_mass(device: torch.device) -> None:
 def test_ranges_in_which_fp32_probabilities_fail(
     device: torch.device, temperature: float, scale: float
 ) -> None:
-    """FlashInfer's 1 / T and y / T leave fp32's range (flashinfer #769, #3623: subnormals): such
-    rows are written in full, and keep what they should."""
+    """Where a softmax's 1 / T and y / T leave fp32's range (flashinfer #769, #3623: subnormals)
+    rows keep what they should."""
     row = (np.arange(VOCAB, dtype=np.float64) * scale).astype(np.float32)
     table = RequestTable(2, VOCAB, device=device, seed=3)
     sampler = Sampler(table, "flashinfer", ties="keep")
@@ -739,7 +768,7 @@ def test_ranges_in_which_fp32_probabilities_fail(
 def test_rows_that_flashinfer_cannot_read_as_they_are(
     device: torch.device, placement: str, dtype: str
 ) -> None:
-    """Strides (flashinfer #1866), padded vocabularies (Megatron): as their contiguous copy."""
+    """Strides (flashinfer #1866), padded vocabularies (Megatron): as contiguous rows."""
     values = np.stack([lm_row(i) for i in range(4)])
     records = []
     for name in ("contiguous", placement):
@@ -752,37 +781,58 @@ def test_rows_that_flashinfer_cannot_read_as_they_are(
         records.append(host)
     for field in ("num_kept", "top_token_ids", "flags"):
         assert torch.equal(getattr(records[0], field), getattr(records[1], field))
-    # The same numbers, but for the rounding of another softmax: equal tokens, or neighbours.
     assert torch.equal(records[0].token_ids, records[1].token_ids)
 
 
 @everywhere
-def test_plain_rows_are_not_copied(device: torch.device) -> None:
-    """FlashInfer's softmax reads the model's logits; our kernel writes rows that need it alone."""
-    rows = 3
-    table = RequestTable(rows, VOCAB, device=device, seed=3)
-    table.admit(SamplingParams())
-    table.admit(SamplingParams(logit_bias={5: 2.0}))
-    table.admit(SamplingParams(min_p=0.1))
-    sampler = Sampler(table, "flashinfer")
-    logits = torch.from_numpy(np.stack([lm_row(i) for i in range(rows)])).to(device)
-    sampler(logits, torch.arange(rows, dtype=torch.int32))
-    buffers = flashinfer._Buffers.of(sampler._step._scratch, table.layout, rows)
-    soft = torch.softmax(logits, 1)
-    torch.testing.assert_close(buffers.probabilities[0], soft[0], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(buffers.probabilities[2], soft[2], rtol=1e-5, atol=1e-9)
-    logits[1, 5] += 2.0
-    biased = torch.softmax(logits[1], 0)
-    torch.testing.assert_close(buffers.probabilities[1], biased, rtol=1e-5, atol=1e-9)
-    kept = int((logits[2] >= logits[2].max() + math.log(0.1)).sum())
-    assert buffers.top_k.tolist() == [VOCAB, VOCAB, kept]
-    assert buffers.temperatures.tolist() == [1.0, 1.0, 1.0]
+def test_what_flashinfer_draws_from(device: torch.device) -> None:
+    """The groups' probabilities, and those of the tokens of the group that it draws."""
+    cases: list[tuple[SamplingParams, SamplingParams | None]] = [
+        (SamplingParams(), None),
+        (SamplingParams(temperature=3.0), None),
+        (SamplingParams(min_p=0.1), None),
+        (SamplingParams(top_k=9, top_p=0.9), None),
+        (SamplingParams(logit_bias={5: 2.0}), SamplingParams()),
+        (SamplingParams(logit_bias={5: 2.0}, top_p=0.8), SamplingParams(top_p=0.8)),
+        (SamplingParams(allowed_token_ids=list(range(70, 2100))), SamplingParams()),
+        (SamplingParams(presence_penalty=1.5, top_k=100), SamplingParams(top_k=100)),
+        (SamplingParams(temperature=0.0), SamplingParams(top_k=1)),
+    ]
+    vocab, output = 2500, [3, 64, 2400, 2400]
+    values = np.stack([tied(2 * lm_row(i, vocab)) / 2 for i in range(len(cases))])
+    table = RequestTable(len(cases) + 1, vocab, device=device, seed=3)
+    for params, _ in cases:
+        table.admit(params, output_token_ids=output)
+    sampler = Sampler(table, EXACT)
+    slots = torch.tensor([*range(len(cases)), -1], dtype=torch.int32)
+    logits = torch.from_numpy(np.concatenate([values, values[:1]])).to(device)
+    sampler(logits, slots)
+    buffers = flashinfer._Buffers.of(sampler._step._scratch, table.layout, len(slots))
+    groups = buffers.group_probabilities.double().cpu().numpy()
+    tokens = buffers.token_probabilities.double().cpu().numpy()
+    drawn = buffers.groups.tolist()
+    for i, (params, filters) in enumerate(cases):
+        y = values[i].copy()
+        for token, bias in params.logit_bias.items():
+            y[token] += bias
+        if params.allowed_token_ids:
+            y[[t for t in range(vocab) if t not in set(params.allowed_token_ids)]] = -INF
+        y[list(set(output))] -= params.presence_penalty
+        p = law_of(y, filters or params, EXACT).probabilities
+        padded = np.zeros(groups.shape[1] * 64)
+        padded[:vocab] = p
+        expected = padded.reshape(-1, 64)
+        np.testing.assert_allclose(groups[i], expected.sum(1), rtol=1e-5, atol=1e-12)
+        inside = expected[drawn[i]] / expected[drawn[i]].sum()
+        np.testing.assert_allclose(tokens[i], inside, rtol=1e-5, atol=1e-12)
+    # A row of nobody has something to draw from too.
+    assert groups[-1, 0] == tokens[-1, 0] == groups[-1].sum() == tokens[-1].sum() == 1.0
 
 
 @everywhere
 def test_seeds_and_offsets_are_the_requests(device: torch.device) -> None:
     """Every row has a seed of its own, not the first one's (flashinfer #4861, TRT-LLM #17172), and
-    an offset that steps over all that a draw may consume."""
+    two numbers of a position's own."""
     table = RequestTable(3, VOCAB, device=device, seed=3)
     slots = [table.admit(SamplingParams(), [1] * i) for i in range(3)]
     sampler = Sampler(table, "flashinfer")
@@ -792,7 +842,8 @@ def test_seeds_and_offsets_are_the_requests(device: torch.device) -> None:
         buffers = flashinfer._Buffers.of(sampler._step._scratch, table.layout, 3)
         seeds = [table.request(slot).seed for slot in slots]
         assert [s % 2**64 for s in buffers.seeds.tolist()] == seeds
-        assert buffers.offsets.tolist() == [256 * (i + step) for i in range(3)]
+        assert buffers.group_offsets.tolist() == [4 * (i + step) for i in range(3)]
+        assert buffers.token_offsets.tolist() == [4 * (i + step) + 1 for i in range(3)]
         assert bool(buffers.valid.all())
 
 
@@ -913,11 +964,12 @@ def test_the_op_draws_by_the_law(device: torch.device, filter_order: str) -> Non
     for step in range(few(device, 200, 4)):
         tokens, logprobs = OPS.flashinfer_sample(**arguments, filter_order=filter_order)
         assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
-        assert arguments["offset"].tolist() == [256 * (step + 1)] * 6
+        assert arguments["offset"].tolist() == [4 * (step + 1)] * 6
         raw = torch.log_softmax(arguments["logits"].double(), 1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(logprobs.double(), raw, rtol=0, atol=1e-5)
         for i, token in enumerate(tokens.tolist()):
-            assert law_of(rows[i], params, filter_order == "joint").probabilities[token] > 0
+            law = law_of(rows[i], params, JOINT if filter_order == "joint" else KEEP)
+            assert law.probabilities[token] > 0
         seen.append(tuple(tokens.tolist()))
     assert len(set(seen)) > 0.9 * len(seen)
     arguments["offset"].zero_()
@@ -1036,7 +1088,7 @@ arguments = triton._Arguments(
     stride=8, bitmask_stride=0, logits_bytes=2, unit=8, mode=0,
 )
 layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
-draw = triton.Draw(triton.DECIDE | triton.KEEP_TIES | triton.JOINT, 256, f32, True)
+draw = triton.Draw(triton.DECIDE | triton.KEEP_TIES | triton.JOINT, 4, f32, f32)
 gpu = torch.device("cuda")
 by_slab = triton.launches(arguments, layout, 1, gpu, triton.Draw(triton.SLAB))
 # By slab, `stream` and `dense` are the triton backend's own, which its test compiles.
@@ -1072,8 +1124,8 @@ def test_the_kernels_are_what_the_compiler_takes() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     compiled = run_python(COMPILE)
-    drawn = ["stream", "finish", "dense", "probabilities", "conclude"]
-    assert compiled == [*drawn, "ask", "finish"]
+    drawn = ["stream", "finish", "dense", "group_probabilities", "token_probabilities"]
+    assert compiled == [*drawn, "conclude", "ask", "finish"]
 
 
 def test_what_the_checks_rest_on() -> None:
@@ -1090,8 +1142,8 @@ def test_what_the_checks_rest_on() -> None:
     worst = int(np.argmin(lm_row(0)))
 
     class Wrong(StandIn):
-        def top_k_sampling_from_probs(self, p: Any, samples: Any, *rest: Any) -> None:
-            samples.fill_(worst)
+        def sampling_from_probs(self, p: Any, samples: Any, *rest: Any) -> None:
+            samples.fill_(worst % 64 if p.shape[1] == 64 else worst // 64)
 
     flashinfer.STAND_IN = Wrong()
     try:

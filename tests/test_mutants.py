@@ -352,6 +352,8 @@ def test_mutant_is_caught(
     check: Check,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if check is reference_steps and defect in (word_is_frozen, seed_of_the_first_row):
+        backend_device.require_words()  # else any survivor is right
     if (backend_device, check) not in PASSED:
         check(backend_device)
         PASSED.add((backend_device, check))

@@ -1,13 +1,17 @@
-"""The `flashinfer` backend: FlashInfer's softmax, filter and draw, between kernels of our own.
+"""The `flashinfer` backend: FlashInfer draws, between kernels of our own.
 
 One step is, in order and all of it in a CUDA graph if there is one:
 
     stream, finish, dense   of the `triton` backend: masks, penalties, bias; which tokens a row's
-                            filters keep, and how many; seeds and offsets of the draw
-    softmax                 FlashInfer's, of contiguous fp32 logits
-    probabilities           ours, of rows that such a softmax does not serve; nothing for others
-    top_k_sampling          FlashInfer's: keeps as many as were found, and draws one
+                            filters keep; seeds and offsets of the draws
+    group_probabilities     ours: of each 64 consecutive tokens, of those that are kept
+    sampling_from_probs     FlashInfer's: draws a group
+    token_probabilities     ours: of the group's tokens
+    sampling_from_probs     FlashInfer's: draws one of them
     conclude                ours: logprobs, ranks, stop detection, state, the packed record
+
+A group by its probability, then a token by its own among the group's: that is the law of one draw
+from all tokens, whose probabilities would have to be written and read for it.
 
 With route="slab" the draw is the `triton` backend's, from the tokens that FlashInfer's cake module
 found to be the best, for rows with top_k below 1024:
@@ -46,9 +50,9 @@ from graphed_sampling.params import UnsupportedFeatureError
 VERSION: Final = "0.7.4"
 """Of flashinfer-python: earlier ones read one seed for all rows, or share scratch between streams,
 and the functions that are called here are not its public interface."""
-OFFSET_STEP: Final = 256
-"""Random numbers that a draw may consume, rounded up. Each round of FlashInfer's takes one and at
-least halves what is left between two probabilities, of which fp32 tells at most 2**150 apart."""
+OFFSET_STEP: Final = 4
+"""Random numbers of a row and step: cuRAND makes four at a time, of which the two draws take one
+each."""
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "route": ("direct", "slab"),
     "filter_order": ("top_k_first", "joint"),
@@ -56,9 +60,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Options and their values, the default first."""
 _OR_SLAB: Final = 'route="slab" does what the contract says'
-_ABOUT_TIES: Final = (
-    f'FlashInfer keeps every tie of the last token: ask for that with ties="keep", or {_OR_SLAB}'
-)
 
 
 class Functions(Protocol):
@@ -75,14 +76,12 @@ class Functions(Protocol):
         /,
     ) -> None: ...
 
-    def top_k_sampling_from_probs(
+    def sampling_from_probs(
         self,
         probabilities: Tensor,
         samples: Tensor,
         valid: Tensor,
         indices: Tensor | None,
-        top_k: Tensor | None,
-        top_k_value: int,
         deterministic: bool,
         seed: Tensor | None,
         seed_value: int,
@@ -186,34 +185,40 @@ def _missing() -> str:
 class _Buffers:
     """What a step of so many rows keeps behind the scratch of the `triton` backend.
 
-    seeds, offsets: int64 [rows]. top_k, samples: int32 [rows]. temperatures: fp32 [rows].
-    valid: bool [rows]. probabilities: fp32 [rows, vocab_size].
+    seeds, group_offsets, token_offsets: int64 [rows]. groups, tokens: int32 [rows], drawn: a group,
+    and a token's place in it. valid: bool [rows]. group_probabilities, token_probabilities: fp32
+    [rows, group_count], [rows, GROUP].
     """
 
     seeds: Tensor
-    offsets: Tensor
-    top_k: Tensor
-    temperatures: Tensor
-    samples: Tensor
+    group_offsets: Tensor
+    token_offsets: Tensor
+    groups: Tensor
+    tokens: Tensor
     valid: Tensor
-    probabilities: Tensor
+    group_probabilities: Tensor
+    token_probabilities: Tensor
 
     @classmethod
     def of(cls, scratch: Tensor, layout: TableLayout, rows: int) -> _Buffers:
         start = _start(layout, rows)
-        words = scratch[start : start + 8 * rows].view(8, rows)
-        long = scratch[start : start + 4 * rows].view(torch.int64).view(2, rows)
-        first = start + rows * (8 + triton.DECISION_WORDS)
+        words = scratch[start : start + 9 * rows].view(9, rows)
+        long = scratch[start : start + 6 * rows].view(torch.int64).view(3, rows)
+        first = start + rows * (9 + triton.DECISION_WORDS)
         first += -first % 4
-        probabilities = scratch[first : first + rows * layout.vocab_size].view(torch.float32)
+        groups = triton.group_count(layout)
+        each = groups + triton.GROUP
+        both = scratch[first : first + rows * each].view(torch.float32)
+        of_groups, of_tokens = both.split([rows * groups, rows * triton.GROUP])
         return cls(
             seeds=long[0],
-            offsets=long[1],
-            top_k=words[4],
-            temperatures=words[5].view(torch.float32),
-            samples=words[6],
-            valid=words[7].view(torch.bool)[:rows],
-            probabilities=probabilities.view(rows, layout.vocab_size),
+            group_offsets=long[1],
+            token_offsets=long[2],
+            groups=words[6],
+            tokens=words[7],
+            valid=words[8].view(torch.bool)[:rows],
+            group_probabilities=of_groups.view(rows, groups),
+            token_probabilities=of_tokens.view(rows, triton.GROUP),
         )
 
 
@@ -258,8 +263,9 @@ class FlashInfer:
     route: "direct" and "slab" as described above; "slab" keeps to the contract in everything, and
     takes no other option. filter_order: "top_k_first", as the contract has it,
     renormalises what top_k keeps before top_p; under "joint", FlashInfer's own law, min_p, top_k
-    and top_p each look at the whole row. ties: under "keep" all tokens stay that equal the last one
-    that top_k or top_p keeps; "exact" refuses both.
+    and top_p each look at the whole row. ties: "exact", as the contract has it, keeps of equals
+    those with the lowest ids; under "keep", as FlashInfer has it, all tokens stay that equal the
+    last one that top_k or top_p keeps.
     """
 
     route: str = "direct"
@@ -291,18 +297,11 @@ class FlashInfer:
 
     @cached_property
     def REFUSES(self) -> frozenset[str]:
-        if self.route == "slab":
-            return frozenset()
-        refused = {"seed", "words"}
-        if self.ties == "exact":
-            refused |= {"top_k", "top_p"}
-        return frozenset(refused)
+        return frozenset() if self.route == "slab" else frozenset({"seed", "words"})
 
     REMEDIES: ClassVar[Mapping[str, str]] = {
         "seed": f"FlashInfer's numbers depend on the row that a request is in: {_OR_SLAB}",
         "words": f"FlashInfer draws with its own numbers: {_OR_SLAB}",
-        "top_k": _ABOUT_TIES,
-        "top_p": _ABOUT_TIES,
     }
 
     @property
@@ -333,14 +332,16 @@ class FlashInfer:
         ValueError for so many that FlashInfer, which counts their elements in 32 bits, would read
         elsewhere.
         """
-        if rows * layout.vocab_size >= 2**32:
+        slab = self.route == "slab"
+        width = layout.vocab_size if slab else triton.group_count(layout)
+        if rows * width >= 2**32:
             raise ValueError(
                 f"{rows} rows of {layout.vocab_size} tokens are too many for FlashInfer: it counts "
-                "up to 2**32 in a step"
+                f"up to 2**32 {'tokens' if slab else f'groups of {triton.GROUP}'} in a step"
             )
-        own = 8 + triton.DECISION_WORDS + layout.vocab_size
-        if self.route == "slab":
-            own = 2 + 2 * triton.SLAB_SIZE + 2 * layout.vocab_size
+        own = 9 + triton.DECISION_WORDS + width + triton.GROUP
+        if slab:
+            own = 2 + 2 * triton.SLAB_SIZE + 2 * width
         return _start(layout, rows) + rows * own + 4
 
     def warm_up(
@@ -353,7 +354,7 @@ class FlashInfer:
             load()
         if self.route == "slab":
             _slab_functions()
-        draw = triton.Draw(self._law, OFFSET_STEP, torch.float32, every_row=True)
+        draw = triton.Draw(self._law, OFFSET_STEP, torch.float32, torch.float32)
         triton.compile_kernels(layout, device, logits_dtypes, draw)
 
     def sample_step(
@@ -382,14 +383,6 @@ class FlashInfer:
             )
         rows, device = slots.shape[0], logits.device
         functions = _functions(device)
-        # FlashInfer's softmax takes fp32 rows of the vocabulary, one behind the other. Others it
-        # would have to be given a copy of, which costs what the probabilities themselves cost.
-        as_given = (
-            logits.dtype == torch.float32
-            and logits.shape[1] == layout.vocab_size
-            and logits.is_contiguous()
-            and logits.data_ptr() % 16 == 0
-        )
         arguments = triton.step_arguments(
             logits,
             slots,
@@ -404,38 +397,32 @@ class FlashInfer:
             given=given,
         )
         if self.route == "slab":
-            self._step_by_slab(arguments, functions, logits, scratch, layout, as_given)
+            self._step_by_slab(arguments, functions, logits, scratch, layout)
             return
         buffers = _Buffers.of(scratch, layout, rows)
-        draw = triton.Draw(self._law, offset_step, buffers.probabilities, every_row=not as_given)
-        *found_out, probabilities, conclude = triton.launches(arguments, layout, rows, device, draw)
+        draw = triton.Draw(
+            self._law, offset_step, buffers.group_probabilities, buffers.token_probabilities
+        )
+        *before, between, after = triton.launches(arguments, layout, rows, device, draw)
         with triton.interpreter_lock():
-            for launch in found_out:
+            for launch in before:
                 launch()
-            if as_given:
-                functions.softmax(
-                    buffers.samples,  # a workspace that this version does not use
-                    logits,
-                    buffers.probabilities,
-                    buffers.temperatures,
-                    0.0,
-                    triton.has_pdl(device),
-                )
-            probabilities()
-            functions.top_k_sampling_from_probs(
-                buffers.probabilities,
-                buffers.samples,
-                buffers.valid,
-                None,
-                buffers.top_k,
-                0,
-                True,
-                buffers.seeds,
-                0,
-                buffers.offsets,
-                0,
+            _sample(
+                functions,
+                buffers,
+                buffers.group_probabilities,
+                buffers.group_offsets,
+                out=buffers.groups,
             )
-            conclude()
+            between()
+            _sample(
+                functions,
+                buffers,
+                buffers.token_probabilities,
+                buffers.token_offsets,
+                out=buffers.tokens,
+            )
+            after()
 
     def _step_by_slab(
         self,
@@ -444,7 +431,6 @@ class FlashInfer:
         logits: Tensor,
         scratch: Tensor,
         layout: TableLayout,
-        as_given: bool,
     ) -> None:
         rows, device, vocab_size = logits.shape[0], logits.device, layout.vocab_size
         # Of one or two tokens a slab has nothing to tell.
@@ -454,6 +440,13 @@ class FlashInfer:
             if draw is not None:
                 launches.pop(0)()
                 buffers = _SlabBuffers.of(scratch, layout, rows)
+                # FlashInfer's softmax takes fp32 rows of the vocabulary, one behind the other.
+                as_given = (
+                    logits.dtype == torch.float32
+                    and logits.shape[1] == vocab_size
+                    and logits.is_contiguous()
+                    and logits.data_ptr() % 16 == 0
+                )
                 if not as_given:
                     logits = buffers.logits.copy_(logits[:, :vocab_size])
                 # The best are the best at any temperature, and 1 keeps them apart.
@@ -471,6 +464,15 @@ class FlashInfer:
                 )
             for launch in launches:
                 launch()
+
+
+def _sample(
+    functions: Functions, buffers: _Buffers, probabilities: Tensor, offsets: Tensor, *, out: Tensor
+) -> None:
+    """FlashInfer's draw from rows of probabilities, each with its own seed and offset."""
+    functions.sampling_from_probs(
+        probabilities, out, buffers.valid, None, True, buffers.seeds, 0, offsets, 0
+    )
 
 
 def configured(options: Mapping[str, str]) -> FlashInfer:

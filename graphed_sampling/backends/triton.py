@@ -49,7 +49,7 @@ HAS_BITMASK, HAS_WORDS, HAS_GIVEN = 1, 2, 4
 """Bits of `mode`: which optional inputs there are."""
 KEEP_TIES, JOINT, DECIDE, SLAB = 1, 2, 4, 8
 """Bits of LAW, which is 0 here: see triton_kernels/__init__.py."""
-DECISION_WORDS: Final = 16
+DECISION_WORDS: Final = 13
 """Words that tell what is known of a row before somebody else draws its token."""
 SLAB_SIZE: Final = 1024
 """Places that FlashInfer's slab of a row's best tokens has."""
@@ -61,6 +61,7 @@ _STREAM_16_BITS: Final = {"num_warps": 4, "maxnreg": 32}
 _STREAM_32_BITS: Final = {"num_warps": 4, "maxnreg": 40}
 _FINISH: Final = {"num_warps": 4, "maxnreg": 128}
 _DENSE: Final = {"num_warps": 8, "maxnreg": 128}
+_GROUP: Final = {"num_warps": 1, "maxnreg": 128}  # for the tokens of one group
 _DENSE_PROGRAMS: Final = 264  # that share what `finish` leaves: mostly nothing
 # Of `survey` and `score`: how many rows a program takes a tile of, and the scratch of the rows that
 # they take at a time, whose statistics the L2 then still holds.
@@ -163,6 +164,11 @@ def _scratch(layout: TableLayout) -> _Scratch:
     return _Scratch(groups, super_groups, masses, plan, candidates, bracket, bins, bans, words)
 
 
+def group_count(layout: TableLayout) -> int:
+    """Into how many groups of GROUP tokens a row is cut; the last ones may hold none."""
+    return _scratch(layout).groups
+
+
 def scratch_words(layout: TableLayout, rows: int) -> int:
     """int32 words of scratch that a step of `rows` rows needs."""
     # Behind the rows: what is left of each to `dense`, and the lists of those.
@@ -212,15 +218,14 @@ class Draw:
     """What the kernels need where another draws the tokens.
 
     law: bits of LAW. offset_step: random numbers between a position's first and the next one's.
-    probabilities: fp32 [rows, vocab_size], or its dtype. every_row: whether all of its rows are to
-    be written, not only those that a softmax of the logits does not serve. With SLAB only the law
-    counts.
+    groups, tokens: the probabilities that are drawn with, fp32 [rows, group_count] and
+    [rows, GROUP], or their dtype. With SLAB only the law counts.
     """
 
     law: int
     offset_step: int = 0
-    probabilities: Any = None
-    every_row: bool = False
+    groups: Any = None
+    tokens: Any = None
 
 
 def launches(
@@ -232,8 +237,8 @@ def launches(
 ) -> Iterator[_Launch]:
     """The launches of one step, in order.
 
-    draw: where another draws, or finds the best tokens. Its part comes before the last but one
-    launch, `probabilities`, and after it; or after the first one, `ask`.
+    draw: where another draws, or finds the best tokens. Its draws come before and after the last
+    but one launch, `token_probabilities`; what it finds, after the first one, `ask`.
     """
     kernels, at = _kernels(), _scratch(layout)
     law = 0 if draw is None else draw.law
@@ -298,10 +303,16 @@ def launches(
     if draw is None or not law & DECIDE:
         return
     yield launch(
-        kernels.probabilities,
-        (rows, -(-layout.vocab_size // TILE)),
-        (*arguments, layout.max_requests, draw.probabilities, rows, int(draw.every_row)),
+        kernels.group_probabilities,
+        (rows, at.groups * GROUP // TILE),
+        (*arguments, layout.max_requests, draw.groups, rows),
         _STREAM_32_BITS,
+    )
+    yield launch(
+        kernels.token_probabilities,
+        (rows,),
+        (*arguments, layout.max_requests, draw.tokens),
+        _GROUP,
     )
     yield launch(kernels.conclude, (rows,), (*arguments, layout.max_requests), _FINISH)
 

@@ -15,9 +15,10 @@ checked afterwards, go as the compiler likes, though in every batch alike.
     streaming    the kernel `stream`: the first pass
     finishing    the kernel `finish`: the rest of most rows
     dense_rows   the kernel `dense`: the rows that are left
-    drawing      the kernels `probabilities` and `conclude`: where FlashInfer draws, what comes
-                 before and after; the others then find out what is to be drawn from. And `ask`:
-                 where FlashInfer finds the best tokens of rows with top_k, how many of them
+    drawing      the kernels `group_probabilities`, `token_probabilities` and `conclude`: where
+                 FlashInfer draws a group and then a token of it, what comes before, between and
+                 after; the others then find out what is to be drawn from. And `ask`: where
+                 FlashInfer finds the best tokens of rows with top_k, how many of them
     scoring      the kernels `survey` and `score`: logprobs of given tokens at many positions
     gradients    the kernel `differentiate`: those of such logprobs, and of entropies
 
@@ -30,7 +31,12 @@ largest, q the integer mass rint(2**z * 2**40).
 """
 
 from graphed_sampling.backends.triton_kernels.dense_rows import dense
-from graphed_sampling.backends.triton_kernels.drawing import ask, conclude, probabilities
+from graphed_sampling.backends.triton_kernels.drawing import (
+    ask,
+    conclude,
+    group_probabilities,
+    token_probabilities,
+)
 from graphed_sampling.backends.triton_kernels.finishing import finish
 from graphed_sampling.backends.triton_kernels.gradients import differentiate
 from graphed_sampling.backends.triton_kernels.scoring import score, survey
@@ -42,8 +48,9 @@ __all__ = [
     "dense",
     "differentiate",
     "finish",
-    "probabilities",
+    "group_probabilities",
     "score",
     "stream",
     "survey",
+    "token_probabilities",
 ]

@@ -90,14 +90,12 @@ PLAN_BY_ROW = _constant(11)  # whether `dense` went over the whole row in the en
 PLAN_COLLECTED, PLAN_TILES_TAKEN, PLAN_ROWS_TAKEN = (_constant(i) for i in range(8, 11))
 
 # Words of a decision, what is known of a row before its token is drawn; see deciding.py.
-D_TOKEN, D_FLAGS, D_HIGHEST, D_LOWEST, D_LOWEST_ID, D_NUM_KEPT = (_constant(i) for i in range(6))
-D_TOTAL, D_RAW_TOTAL = _constant(6), _constant(8)  # two words each
-D_SPECIAL, D_FALLBACK, D_LARGEST, D_BANS, D_WRITTEN = (_constant(i) for i in range(10, 15))
+D_FLAGS, D_HIGHEST, D_LOWEST, D_LOWEST_ID, D_NUM_KEPT = (_constant(i) for i in range(5))
+D_TOTAL, D_RAW_TOTAL = _constant(5), _constant(7)  # two words each
+D_SPECIAL, D_FALLBACK, D_LARGEST, D_BANS = (_constant(i) for i in range(9, 13))
 DECISION_WORDS = _constant(host.DECISION_WORDS)
 SLAB_SIZE = _constant(host.SLAB_SIZE)
 TOLD_APART = _constant(1.0 + 2.0**-16)  # more than rounding makes of a softmax's probabilities
-HOTTEST = _constant(64.0)  # temperature at which fp32 still tells probabilities of logits apart
-LEAST_SPREAD = _constant(0.001)  # of survivors, in powers of two, among which it does
 
 # What a row's processing has to look at.
 CHECK_GRAMMAR, CHECK_ALLOWED, CHECK_PENALTIES = _constant(1), _constant(2), _constant(4)

@@ -524,8 +524,8 @@ def _dense(
     raw_total = tl.full((), -1, tl.int64)
     if LAW & DECIDE:
         _decide(
-            decision, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
-            num_kept, special, fallback, largest, raw_total, vocab, num_bias, num_bans,
+            decision, row_flags, highest, lowest, lowest_id, total, num_kept, special, fallback,
+            largest, raw_total, num_bans,
         )  # fmt: skip
     else:
         _report(

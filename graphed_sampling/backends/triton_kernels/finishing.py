@@ -312,10 +312,11 @@ def _select(
         unfiltered = wants_sum & (_f32(params + P_TOP_P) >= 1) & (_f32(params + P_TYPICAL) >= 1)
         unfiltered = unfiltered & (_f32(params + P_EPSILON) <= 0) & (_f32(params + P_ETA) <= 0)
         if unfiltered:
-            token = _draw_from_groups(
-                row, scratch, sums, super_masses, scale, narrow_scale, total, word, vocab, num_bias,
-                num_bans, plain, SUPER,
-            )  # fmt: skip
+            if not LAW & DECIDE:
+                token = _draw_from_groups(
+                    row, scratch, sums, super_masses, scale, narrow_scale, total, word, vocab,
+                    num_bias, num_bans, plain, SUPER,
+                )  # fmt: skip
         elif _f32(params + P_SIGMA) > 0:
             kind = BY_SIGMA
         else:
@@ -532,8 +533,8 @@ def _finish_row(
         row_flags = tl.where(seen_nan != 0, R_NAN, 0)
         if LAW & DECIDE:
             _decide(
-                place, row, params, flags, row_flags, token, highest, lowest, lowest_id, total,
-                num_kept, NORMAL, 0, largest, raw_total, vocab, num_bias, num_bans,
+                place, row_flags, highest, lowest, lowest_id, total, num_kept, NORMAL, 0, largest,
+                raw_total, num_bans,
             )  # fmt: skip
         else:
             _report(
@@ -613,7 +614,7 @@ def finish(
         tl.store(scratch + plan_at + PLAN_ROWS_TAKEN, 0)
     rows = tl.num_programs(0)
     if LAW & DECIDE:
-        _set_draw(kinds, rows, index, params, row_state, idle, offset_step, vocab)
+        _set_draw(kinds, rows, index, params, row_state, offset_step)
     if idle:
         _write_idle(out, row_state, admitted, max_logprobs, max_logprob_ids)
         tl.store(kinds + index, DONE)

@@ -401,8 +401,10 @@ def _filter_list(
         highest = tl.max(tl.where(kept, y, NEG_INF))
         lowest = tl.min(tl.where(kept, y, INF))
         lowest_id = tl.max(tl.where(kept & (y == lowest), ids, -1))
-    drawn = tl.sum((tl.cumsum(q, 0) <= _mulhi(word, total)).to(tl.int32))
-    token = tl.load(list_ids + tl.minimum(drawn, count - 1))
+    token = tl.full((), 0, tl.int32)
+    if not LAW & DECIDE:
+        drawn = tl.sum((tl.cumsum(q, 0) <= _mulhi(word, total)).to(tl.int32))
+        token = tl.load(list_ids + tl.minimum(drawn, count - 1))
     return complete, token, highest, lowest, lowest_id, total, num_kept
 
 
