@@ -29,7 +29,7 @@ constexpr int kScoringStatistics = 3;
 // In the flags of a record that is not written yet.
 constexpr int32_t kLeft = -1;
 // Groups of best tokens that a warp reads at a time.
-constexpr int kGroupsAtOnce = 16;
+constexpr int kGroupsAtOnce = 4;
 
 __device__ inline void store_position(int32_t* out, float largest, double log, float logprob,
                                       int rank, float entropy, int flags) {
@@ -242,7 +242,7 @@ __device__ inline float* the_places() { return reinterpret_cast<float*>(&the_rel
 // The best tokens of a row, by a warp: false, with nothing written, where they are not found among
 // as many as its list holds. mine: the largest of the groups that a lane has looked at.
 template <class Logits>
-__device__ __noinline__ bool top_by_warp(const ScoreArguments& a, const Source& source,
+__device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source,
                                          int32_t* out, const float* maxima, int groups, float mine,
                                          const Normaliser& normaliser, int warp, int lane) {
   Relay& relay = the_relay();
@@ -345,16 +345,10 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
   }
   // Each warp's part, and in it each lane's, as if all of them were there.
   const Exponents exponents = {largest, kLog2E};
-  float parts[kWarps] = {};
-#pragma unroll 1
-  for (int i = 0; i < Owned(groups, lane).vectors; ++i) {
+  float parts[kWarps];
 #pragma unroll
-    for (int of = 0; of < kWarps; ++of) {
-      const int group = Owned(groups, of * kWarp + lane).first + 4 * i;
-      if (group < groups) {
-        parts[of] = with_weights(parts[of], maxima + group, sums + group, exponents);
-      }
-    }
+  for (int of = 0; of < kWarps; ++of) {
+    parts[of] = weight_of_owned(Owned(groups, of * kWarp + lane), maxima, sums, exponents);
   }
 #pragma unroll
   for (int of = 0; of < kWarps; ++of) parts[of] = sum_of_lanes(parts[of]);
