@@ -309,6 +309,10 @@ inline void check_races() {
   expect_last_block_race<Finish::kNoTicket>(blocks, "no ticket");
   expect_last_block_race<Finish::kNoBarrier>(blocks, "an early ticket");
   expect_race("__ldg() is for", "__ldg(), then a write", constant_kernel, 1, results.data());
+  run_gates<false>(5);
+  expect(emulation::races::take().empty(), "gates order nothing");
+  run_gates<true>(5);
+  expect(!emulation::races::take().empty(), "missing gates are no race");
   check_cluster_races();
 }
 

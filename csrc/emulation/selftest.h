@@ -643,6 +643,56 @@ inline void check_cluster_orders() {
   expect(wrong[1] == 0, "a cluster's barrier does not suffice");
 }
 
+// Gates. Each warp adds to what the one before it left, round after round, and nobody else waits.
+// kOpen: without the gates.
+
+template <bool kOpen>
+__global__ void gates_kernel(int* result, int rounds) {
+  DYNAMIC_SHARED(int, shared);
+  auto* gates = reinterpret_cast<uint64_t*>(shared + 2);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  if (threadIdx.x == 0) *shared = 0;
+  if (threadIdx.x < blockDim.x / 32) gate_init(&gates[threadIdx.x], 32);
+  __syncthreads();
+  for (int round = 0; round < rounds; ++round) {
+    const int before = warp > 0 ? warp - 1 : warps - 1;
+    const int phase = warp > 0 ? round : round - 1;
+    if (phase >= 0 && !kOpen) gate_wait(&gates[before], static_cast<unsigned>(phase) & 1);
+    if (threadIdx.x % 32 == 0) *shared = 2 * *shared % 1000003 + warp;
+    gate_arrive(&gates[warp]);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *result = *shared;
+  if (threadIdx.x < blockDim.x / 32) gate_end(&gates[threadIdx.x]);
+}
+
+template <bool kOpen>
+int run_gates(int rounds) {
+  int result = -1;
+  run_cluster(gates_kernel<kOpen>, dim3(1), 128, 1, &result, rounds);
+  return result;
+}
+
+inline void check_gates() {
+  int expected = 0;
+  for (int i = 0; i < 4 * 5; ++i) expected = 2 * expected % 1000003 + i % 4;
+  expect(run_gates<false>(5) == expected, "warps that pass gates in turns");
+}
+
+inline void check_gate_orders() {
+  int expected = 0, wrong[2] = {};
+  for (int i = 0; i < 4 * 5; ++i) expected = 2 * expected % 1000003 + i % 4;
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    emulation::set_order(seed);
+    wrong[0] += run_gates<false>(5) != expected;
+    wrong[1] += run_gates<true>(5) != expected;
+  }
+  emulation::set_order(0);
+  expect(wrong[0] == 0, "gates do not suffice");
+  expect(wrong[1] > 0, "no order shows that gates are missing");
+}
+
 // For measurements: what 256 threads need for 1000 shuffles and 100 barriers.
 
 __global__ void speed_kernel(unsigned* result) {
@@ -675,8 +725,10 @@ inline void check_everything() {
   check_failures();
   check_clusters_of_all_sizes();
   check_cluster_failures();
+  check_gates();
   check_orders();
   check_cluster_orders();
+  check_gate_orders();
 }
 
 }  // namespace graphed_sampling::selftest
