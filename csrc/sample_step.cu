@@ -107,12 +107,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
       scratch_statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
-  // Lists change few groups, whose statistics are worked out anew when the raw ones have done their
-  // work; but not where those are needed again later.
-  const bool raw_again = parameter(kParamTopLogprobs) > 0 || (flags & kRank) != 0;
-  const bool split = (flags & (kAllowed | kPenalties)) != 0 || has_grammar(a) ||
-                     ((flags & kLists) != 0 && raw_again);
-  const Wishes wishes = wishes_of(flags, split, scale);
+  const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
   begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared);
   if (clustered) cluster_wait();
   if (wishes.split) {

@@ -1,5 +1,5 @@
-// From a row's statistics to its token: what a block needs of a row before it streams it, and how it
-// finishes it.
+// From a row's statistics to its token: what a block needs of a row before it streams it, and how
+// it finishes it.
 #pragma once
 
 #include <algorithm>
@@ -216,6 +216,17 @@ __device__ __noinline__ void finish_row() {
 
 __device__ inline bool has_grammar(const StepArguments& a) {
   return a.grammar_bitmask != nullptr && (a.given == nullptr || a.given[0] != 0);
+}
+
+// What the first pass over a row leaves.
+__device__ inline Wishes first_wishes(const StepArguments& a, int flags, int top_logprobs,
+                                      float scale) {
+  // Lists change few groups, whose statistics are worked out anew when the raw ones have done their
+  // work; but not where those are needed again later.
+  const bool raw_again = top_logprobs > 0 || (flags & kRank) != 0;
+  const bool split = (flags & (kAllowed | kPenalties)) != 0 || has_grammar(a) ||
+                     ((flags & kLists) != 0 && raw_again);
+  return wishes_of(flags, split, scale);
 }
 
 // What processing a row takes, but for what changes while it is finished.

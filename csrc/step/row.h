@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../common/layout.h"
+#include "../logits_type.h"
 #include "numbers.h"
 
 namespace graphed_sampling {
@@ -81,8 +82,6 @@ template <class Base>
 struct Sharded : Base {
   static constexpr bool kSharded = true;
 };
-
-constexpr int kMostShards = 16;
 
 // Where a row's shards lie. Shard i has the tokens from starts[i] to before starts[i + 1], of which
 // there may be none; rows[i] is the address at which it would have token 0.

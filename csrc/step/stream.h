@@ -76,7 +76,8 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
   if ((tile + 1) * kTile <= source.vocab) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      loaded.packs[i] = load_whole_pack<Logits>(source.logits, tile_first(tile, set * kAtOnce + i, lane));
+      loaded.packs[i] =
+          load_whole_pack<Logits>(source.logits, tile_first(tile, set * kAtOnce + i, lane));
     }
     return loaded;
   }
