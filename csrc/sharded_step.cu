@@ -198,6 +198,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
                         mine.end_set * kGroupsOfSet, wishes, at);
       }
       if (blocks > 1) {
+        __syncwarp();
         cluster_arrive();
         cluster_wait();
       } else {

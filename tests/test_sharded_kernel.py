@@ -509,7 +509,7 @@ def test_a_rank_that_does_not_come(pair: BackendDevice) -> None:
     group.launch(0, *inputs, Phases.FINISH | Phases.CLOSE)
     assert cuda.failure(group.exchange[0]) == "rank 1 has not come in time (for its shard of row 0)"
     passed = time.monotonic() - start
-    assert passed >= limit / SECOND
+    assert passed >= 0.99 * limit / SECOND
     assert_idle(group, 0, rows, before)
 
     # Rank 1 comes late: it finds what rank 0 sent, but not that rank 0 is through.
