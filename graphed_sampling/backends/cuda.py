@@ -238,6 +238,8 @@ def sharded_step(
 ) -> None:
     """One step in place of a table of which every rank has a replica, and a shard of the logits.
 
+    Shards may begin anywhere; where that is a multiple of 1024 a step is quickest.
+
     logits: [n, >= shards.width], the rank's own. n, the row stride, dtype and everything else but
     addresses must be the same on all ranks, parameters, states and tables bit for bit; then so are
     their outputs and next states, which are those of `sample_step` on the whole logits. What
