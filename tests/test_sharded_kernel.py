@@ -715,7 +715,7 @@ def test_numbers_are_the_same_in_cpp() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 40], ids=lambda n: f"n{n}")
 def test_two_ranks_on_two_streams(rows: int, graphed: bool) -> None:
     """Both steps are on the device at once, and each waits for the other."""
-    device, vocab, steps = torch.device("cuda"), 128_256, 50
+    device, vocab, steps = torch.device("cuda"), 128_256, 51
     table = RequestTable(rows, vocab, device=device, seed=0)
     for seed in range(rows):
         table.admit(SamplingParams(seed=seed, top_k=50, top_p=0.95, logprobs=0), [1, 2])
@@ -728,22 +728,29 @@ def test_two_ranks_on_two_streams(rows: int, graphed: bool) -> None:
     output, scratch = new_output(table, rows).record, new_scratch(table, "cuda", rows)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    graphs = []
-    if graphed:
-        for rank, stream in enumerate(streams):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                group.launch(rank, parts, slots, Phases.ALL)
-            graphs.append(graph)
-    for _ in range(steps):
+    sizes = (rows, rows // 2 or 1)
+
+    def launch(rank: int, size: int) -> None:
+        group.launch(rank, [p[:size] for p in parts], slots[:size], Phases.ALL)
+
+    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+    for step in range(steps):
+        size = sizes[step % 2]
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                if graphed:
-                    graphs[rank].replay()
+                if (rank, size) in graphs:
+                    graphs[rank, size].replay()
                 else:
-                    group.launch(rank, parts, slots, Phases.ALL)
+                    launch(rank, size)
+        if graphed and not step:  # the kernel has been loaded
+            torch.cuda.synchronize()
+            for rank, stream in enumerate(streams):
+                for each in set(sizes):
+                    graphs[rank, each] = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graphs[rank, each], stream=stream):
+                        launch(rank, each)
         torch.ops.graphed_sampling.cuda_step(
-            logits, slots, *twin, output, scratch, table.layout.to_ints()
+            logits[:size], slots[:size], *twin, output, scratch, table.layout.to_ints()
         )
     torch.cuda.synchronize()
     group.check_equal(rows)
