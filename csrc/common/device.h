@@ -138,7 +138,7 @@ __device__ __forceinline__ float4 load_now(const float4* place) {
 
 // Between devices that reach each other's memory: who reads by load_acquire() what another one has
 // written by store_release() sees also what that one, and whoever it had synchronised with, wrote
-// before. load_relaxed() is for waiting until it is there.
+// before.
 __device__ __forceinline__ void store_release(uint64_t* place, uint64_t value) {
 #ifdef __CUDACC__
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
@@ -151,16 +151,6 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* place) {
 #ifdef __CUDACC__
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
-  return value;
-#else
-  return emulation::atomic_load(place);
-#endif
-}
-
-__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* place) {
-#ifdef __CUDACC__
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
   return value;
 #else
   return emulation::atomic_load(place);

@@ -56,13 +56,11 @@ __device__ inline bool wait_for(const ShardedArguments& s, const uint64_t* place
   const uint64_t start = nanoseconds();
   int failure = 0;
   for (unsigned turn = 1; failure == 0; ++turn) {
-    const uint64_t seen = load_relaxed(place);
+    // In this order both are on their way at once.
     const bool failed = has_failed(exchange);
-    if (seen == expected && !failed) {
-      load_acquire(place);
-      return true;
-    }
+    const uint64_t seen = load_acquire(place);
     if (failed) return false;
+    if (seen == expected) return true;
     if (is_other_step(seen, expected)) {
       failure = kMismatch;
       break;
@@ -73,7 +71,7 @@ __device__ inline bool wait_for(const ShardedArguments& s, const uint64_t* place
     }
   }
   // Rows that the other rank does not step are never signalled.
-  if (is_other_step(load_relaxed(first), expected)) failure = kMismatch;
+  if (is_other_step(load_acquire(first), expected)) failure = kMismatch;
   if (atomicCAS(exchange + ExchangeLayout::kFailure, 0, failure) == 0) {
     exchange[ExchangeLayout::kFailedRank] = rank;
     exchange[ExchangeLayout::kFailedPhase] = phase;
