@@ -149,7 +149,7 @@ struct Row : Source {
 // What other devices write before they say that it may be read is not read by __ldg(), whose
 // promise is that nobody writes it while the kernel runs.
 template <class Logits, class T>
-__device__ inline T load_shared_or_own(const T* place) {
+__device__ inline T load_at(const T* place) {
   if constexpr (Logits::kSharded) {
     return *place;
   } else {
@@ -166,7 +166,7 @@ __device__ inline Pack<Logits> load_whole_pack(const void* logits, int first) {
       reinterpret_cast<const uint4*>(static_cast<const typename Logits::Bits*>(logits) + first);
 #pragma unroll
   for (int i = 0; i < Logits::kVectors; ++i) {
-    const uint4 vector = load_shared_or_own<Logits>(vectors + i);
+    const uint4 vector = load_at<Logits>(vectors + i);
     pack.words[4 * i] = vector.x;
     pack.words[4 * i + 1] = vector.y;
     pack.words[4 * i + 2] = vector.z;
@@ -183,7 +183,7 @@ __device__ inline typename Logits::Bits load_bits(const Source& source, int toke
     const Shards& shards = the_shards();
     logits = reinterpret_cast<const void*>(shards.rows[shards.owner(token)]);
   }
-  return load_shared_or_own<Logits>(static_cast<const typename Logits::Bits*>(logits) + token);
+  return load_at<Logits>(static_cast<const typename Logits::Bits*>(logits) + token);
 }
 
 // A piece that is not aligned, or not whole: everything after the row is -inf.
