@@ -8,6 +8,7 @@
 #include "scatter_checks.h"
 #include "scatter_segments.h"
 #include "score_rows_arguments.h"
+#include "sharded_step_arguments.h"
 #include "torch_compat.h"
 
 namespace graphed_sampling {
@@ -54,6 +55,30 @@ void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, 
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
 }
 
+void cuda_sharded_step(const Tensor& logits, const Tensor& slots, const Tensor& params,
+                       const Tensor& state, const Tensor& tables, const Tensor& output,
+                       const Tensor& scratch, const Tensor& exchange, std::vector<int64_t> layout,
+                       int64_t rank, std::vector<int64_t> starts,
+                       std::vector<int64_t> logits_addresses,
+                       std::vector<int64_t> exchange_addresses, int64_t limit_ns, int64_t phases,
+                       std::optional<Tensor> grammar_bitmask, std::optional<Tensor> words,
+                       std::optional<Tensor> given) {
+  const StepArguments arguments =
+      step_arguments(logits, slots, params, state, tables, output, scratch, layout, grammar_bitmask,
+                     words, given, true);
+  const ShardedArguments sharded =
+      sharded_arguments(arguments, logits, exchange, rank, starts, logits_addresses,
+                        exchange_addresses, limit_ns, phases);
+  const int32_t device = logits.get_device_index();
+  const DeviceGuard guard(device);
+  int major = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_sharded_step: ", cudaGetErrorString(error));
+  error = launch_sharded_step(arguments, sharded, major >= 9,
+                              static_cast<cudaStream_t>(current_cuda_stream(device)));
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_sharded_step: ", cudaGetErrorString(error));
+}
+
 void cuda_score_rows(const Tensor& logits, const Tensor& rows, const Tensor& token_ids,
                      const Tensor& given_ids, const Tensor& output, const Tensor& scratch,
                      std::vector<int64_t> layout, bool rank, bool entropy) {
@@ -76,5 +101,6 @@ STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CUDA, library) {
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
   library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
   library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));
+  library.impl("cuda_sharded_step", TORCH_BOX(&graphed_sampling::cuda_sharded_step));
   library.impl("cuda_score_rows", TORCH_BOX(&graphed_sampling::cuda_score_rows));
 }

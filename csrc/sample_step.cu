@@ -10,8 +10,7 @@
 // memory of its first block, which finishes. Elsewhere they lie in global memory, and the block
 // that is through last finishes, which decides nothing but who works.
 #include "sample_step.h"
-#include "step/dense.h"
-#include "step/usual.h"
+#include "step/finish.h"
 
 namespace graphed_sampling {
 namespace {
@@ -19,231 +18,6 @@ namespace {
 // With so many blocks every multiprocessor has work until the end, and streams while others finish
 // rows. Fewer, which read more each, wait less often for each other.
 constexpr int64_t kTargetBlocks = 512;
-constexpr int kBlocksOfMultiprocessor = 2;
-// So many rows leave the memory system idle: one that was read for nothing costs nobody anything.
-constexpr int kFewRows = 8;
-
-GS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// Of a row, in words of scratch: how many of its blocks are through, 0 between steps, and whether
-// its last step took passes over all of it; the statistics; for flat rows masses of groups, and
-// tokens around the cut, which smaller vocabularies do not need; and the ids that are banned now.
-struct ScratchLayout {
-  static constexpr int kTicket = 0, kByRow = 1, kHeader = 32;
-  int groups, masses, bracket, bans, words;
-
-  GS_HOST_DEVICE explicit ScratchLayout(const TableLayout& layout)
-      : groups(groups_of(layout.vocab_size)),
-        masses(kHeader + kStatistics * groups),
-        bracket(masses + 2 * groups),
-        bans(bracket + (layout.vocab_size > kListed ? 2 * kBracketed : 0)),
-        words(ceil_div(bans + layout.max_stop_ids + layout.max_bad_words, 32) * 32) {}
-};
-
-// The lowest id that the grammar bitmask allows; 0 without one, or if it allows none.
-__device__ __noinline__ int fallback_id(Shared& shared, Block& block) {
-  Task& task = shared.task;
-  uint64_t lowest = ~uint64_t{0};
-  if ((task.row.checks & kCheckGrammar) != 0) {
-    for (int token = block.thread(); token < task.row.vocab; token += kThreads) {
-      if (bit_of(task.row.grammar, token)) {
-        lowest = static_cast<uint64_t>(token);
-        break;
-      }
-    }
-  }
-  lowest = block.min_bits(lowest);
-  return lowest == ~uint64_t{0} ? 0 : static_cast<int>(lowest);
-}
-
-// A row's filters and draw from its groups' statistics. Not complete where that takes passes over
-// the whole row.
-template <class Logits>
-__device__ inline Selection select_from_groups(Shared& shared, Block& block, const float* maxima) {
-  Task& task = shared.task;
-  const Row& row = task.row;
-  const int32_t* params = row.params;
-  Selection selection = {};
-  if (row.has(kGreedy)) {
-    const int token = first_maximum<Logits>(shared, block, maxima);
-    return {true,
-            {token, task.largest},
-            {task.largest, task.largest, token},
-            int64_t{1} << kMassBits,
-            1};
-  }
-  const float top_p = load_f32(params + kParamTopP);
-  const float typical = load_f32(params + kParamTypicalP);
-  const float epsilon = load_f32(params + kParamEpsilonCutoff);
-  const float eta = load_f32(params + kParamEtaCutoff);
-  const float sigma = load_f32(params + kParamTopNSigma);
-  const int top_k = params[kParamTopK];
-  const bool later = typical < 1.0f || epsilon > 0.0f || eta > 0.0f;
-  const bool bracketed = row.vocab > kListed;  // smaller ones have no place for it
-  float bound = -kFltMax;
-  double mean = 0.0, z_bound = -1e300;
-  if (task.wishes.total) {
-    if (top_p >= 1.0f && !later) {
-      const Kept all = {task.largest, kNegInf, row.vocab};
-      const Drawn drawn = draw_from_groups<Logits>(shared, block, all, task.total, [&](int group) {
-        return group_mass(load_now(task.at.maxima + group), load_now(task.at.sums + group),
-                          task.largest, row.scale);
-      });
-      return {true, drawn, all, task.total, 0};
-    }
-    if (task.wishes.mean) mean = mean_of_groups(shared, block);
-    if (top_p < 1.0f) {
-      if (!nucleus_bound(shared, block, maxima, top_p, &bound)) {
-        if (later || !bracketed) return selection;
-        return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
-      }
-    } else {
-      float z;
-      if (typical < 1.0f) {
-        z = mass_bound(shared, block, maxima, 1.0f - typical, static_cast<float>(mean));
-      } else {
-        const float cutoff = epsilon > 0.0f ? epsilon : eta;
-        z = lg2_approx(cutoff) +
-            lg2_approx(static_cast<float>(static_cast<double>(task.total) / kOne));
-        if (epsilon <= 0.0f) z = fminf(z, 0.5f * lg2_approx(cutoff) + static_cast<float>(mean));
-        z -= 0.001f;
-      }
-      z_bound = static_cast<double>(fminf(z, 0.0f));
-      const double scale = load_f64(params + kParamWideScale);
-      bound = fmaxf(bound, round_down(static_cast<double>(task.largest) + z_bound / scale));
-    }
-  } else {
-    if (load_f32(params + kParamMinP) > 0.0f) {
-      const double offset = load_f64(params + kParamMinPOffset);
-      bound = fmaxf(bound, round_down(static_cast<double>(task.largest) + offset));
-    }
-    if (sigma > 0.0f) {
-      const float least = round_up(sigma_bound<Logits>(shared, block, sigma));
-      bound = fmaxf(bound, fminf(least, task.largest));
-    }
-    if (top_k > 0 && top_k <= kMaxListedTopK) {
-      bound = fmaxf(bound, top_bound(shared, block, maxima, task.largest, top_k));
-    }
-  }
-  const int listed = list_groups(shared, block, maxima, bound);
-  int count = kListed + 1;
-  if (listed <= kListedGroups) count = list_candidates<Logits>(shared, block, row, listed, bound);
-  if (count > kListed) {
-    if (later || !bracketed || top_k > 0) return selection;
-    if (task.wishes.total) {
-      return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
-    }
-    if (top_p >= 1.0f) return select_above<Logits>(shared, block, bound);
-    collect<Logits>(shared, block, bound, bound);
-    const int64_t total = sum_of_masses(shared, block);
-    return select_from_bracket<Logits>(shared, block, top_p, total, bound);
-  }
-  selection = filter_list(shared, block, count, task.wishes.total, mean, z_bound);
-  if (!selection.complete && task.wishes.total && !later && bracketed) {
-    return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
-  }
-  return selection;
-}
-
-// From a row's statistics to its token and its next state.
-template <class Logits>
-__device__ __noinline__ void finish_row() {
-  Shared& shared = the_shared();
-  const StepArguments& a = shared.arguments;
-  Task& task = shared.task;
-  const int slot = task.slot;
-  int32_t* out = a.output + int64_t{task.index} * a.layout.output_words();
-  Block block = {0};
-  const int num_stop = task.header[kParamNumStop];
-  const int stop =
-      block.thread() < num_stop ? task.row.params[a.layout.stop_ids() + block.thread()] : -1;
-  SeenTables tables = {};
-  if (a.layout.penalties) {
-    tables.bits = a.tables + a.layout.output_bits() + int64_t{slot} * a.layout.bitmap_words();
-    tables.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
-  }
-  const bool lists = task.row.has(kLists);
-  if (finish_usual<Logits>(shared, block, out, tables, stop)) return;
-  __syncthreads();
-  if (block.thread() == 0) {
-    task.word = draw_word();
-    task.row.num_bias = task.row.num_bans = 0;
-    task.raw_known = false;
-  }
-  if (lists && !task.wishes.split) {
-    // Raw statistics are kept apart, for which the row is streamed once more.
-    __syncthreads();
-    if (block.thread() == 0) task.wishes = wishes_of(task.row.flags, true, task.row.scale);
-    __syncthreads();
-    const int tiles = task.groups / kGroupsOfTile;
-    stream_checked_tiles<Logits>(task.row, task.wishes, block.warp(), kWarps, tiles,
-                                 tiles_to_load(task.row), block.lane(), task.at);
-    __syncthreads();
-  }
-  if (lists) use_lists(block);
-  Totals totals = total_statistics(shared, block);
-  int row_flags = 0;
-  if (totals.largest == kInf || lists) {
-    if (totals.largest == kInf && repair_marked<Logits>(shared, block)) row_flags |= kRowNan;
-    if (lists) repair_listed<Logits>(shared, block);
-    totals = total_statistics(shared, block);
-  }
-  const float largest = totals.largest;
-  const bool special = largest == kInf || largest == kNegInf;
-  if (largest == kInf) row_flags |= kRowPosInf;
-  if (largest == kNegInf) row_flags |= kRowEmpty;
-  const int fallback = largest == kNegInf ? fallback_id(shared, block) : 0;
-  if (block.thread() == 0) {
-    task.row.special = largest == kInf      ? kPositiveInfinity
-                       : largest == kNegInf ? kEmptyRow
-                                            : kNormal;
-    task.row.fallback = fallback;
-    task.largest = special ? 0.0f : largest;
-    task.total = totals.mass;
-  }
-  __syncthreads();
-  Selection selection = {};
-  if (!special) selection = select_from_groups<Logits>(shared, block, task.at.maxima);
-  // For who wants to know by which way a row went.
-  if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
-  if (!selection.complete) selection = select_from_row<Logits>(shared, block);
-  report<Logits>(shared, block, a.layout, out, tables, selection, row_flags, stop);
-}
-
-__device__ inline bool has_grammar(const StepArguments& a) {
-  return a.grammar_bitmask != nullptr && (a.given == nullptr || a.given[0] != 0);
-}
-
-// What processing a row takes, but for what changes while it is finished.
-__device__ inline Row make_row(const StepArguments& a, const Source& source, int index, int slot,
-                               int flags, float scale) {
-  Row row = {};
-  static_cast<Source&>(row) = source;
-  row.params = a.params + int64_t{slot} * a.layout.params_words();
-  row.state = a.state + int64_t{slot} * a.layout.state_words();
-  row.flags = flags;
-  row.special = kNormal;
-  row.scale = scale;
-  const int64_t bitmap = int64_t{slot} * a.layout.bitmap_words();
-  if (has_grammar(a)) {
-    row.checks |= kCheckGrammar;
-    row.grammar =
-        reinterpret_cast<const uint8_t*>(a.grammar_bitmask + index * a.grammar_bitmask_stride);
-  }
-  if (row.has(kAllowed)) {
-    row.checks |= kCheckAllowed;
-    row.allowed = reinterpret_cast<const uint8_t*>(a.tables + bitmap);
-  }
-  if (row.has(kPenalties)) {
-    row.checks |= kCheckPenalties;
-    row.prompt = reinterpret_cast<const uint8_t*>(a.tables + a.layout.prompt_bits() + bitmap);
-    row.output = reinterpret_cast<const uint8_t*>(a.tables + a.layout.output_bits() + bitmap);
-    row.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
-  }
-  row.bias_ids = row.params + a.layout.bias_ids();
-  row.bias_values = row.params + a.layout.bias_values();
-  return row;
-}
 
 template <class Logits>
 __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
@@ -333,33 +107,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
       scratch_statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
-  // Lists change few groups, whose statistics are worked out anew when the raw ones have done their
-  // work; but not where those are needed again later.
-  const bool raw_again = parameter(kParamTopLogprobs) > 0 || (flags & kRank) != 0;
-  const bool split = (flags & (kAllowed | kPenalties)) != 0 || has_grammar(a) ||
-                     ((flags & kLists) != 0 && raw_again);
-  const Wishes wishes = wishes_of(flags, split, scale);
-  if (threadIdx.x == kThreads - kWarp) shared.arguments = a;
-  if (warp == 0) {
-    task.header[lane] = header;
-    if (lane < kStateRecent) task.state[lane] = state_word;
-  }
-  if (threadIdx.x == 0) {
-    task.row = make_row(a, source, index, slot, flags, scale);
-    task.row.bans = row_scratch + scratch.bans;
-    task.raw_row = task.row;
-    task.raw_row.checks = 0;
-    task.wishes = wishes;
-    task.at = at;
-    task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);
-    task.bracket_y = reinterpret_cast<float*>(row_scratch + scratch.bracket);
-    task.by_row = row_scratch + ScratchLayout::kByRow;
-    task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
-    task.groups = scratch.groups;
-    task.in_shared = a.in_shared;
-    task.index = index;
-    task.slot = slot;
-  }
+  const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
+  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared);
   if (clustered) cluster_wait();
   if (wishes.split) {
     __syncthreads();
@@ -418,12 +167,6 @@ struct Plan {
   size_t bytes;    // of shared memory
 };
 
-// Rows up to which a row is read by so many blocks of a cluster.
-struct Step {
-  int rows, blocks;
-};
-constexpr Step kClusters[] = {{16, 8}, {32, 4}, {128, 2}, {1 << 30, 1}};
-
 template <class Kernel>
 cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* plan) {
   const int tiles = tiles_of(layout.vocab_size);
@@ -441,13 +184,7 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
   *plan = {static_cast<int>(std::min<int64_t>((kTargetBlocks + rows - 1) / rows, most_blocks)),
            false, bytes};
   if (groups > kSharedGroups) return cudaSuccess;
-  int blocks = 1;
-  for (const Step& step : kClusters) {
-    if (rows <= step.rows) {
-      blocks = std::min(step.blocks, most_blocks);
-      break;
-    }
-  }
+  const int blocks = blocks_of_cluster(rows, most_blocks);
   // Without clusters, or where the device has no place for one, a row's blocks take tickets.
   if (blocks > 1) {
     int clusters = 0;

@@ -42,11 +42,11 @@ inline TableLayout table_layout(const std::vector<int64_t>& layout) {
   return {size(0), size(1), size(2), size(3), size(4), size(5), size(6), size(7), size(8)};
 }
 
-// Checks the logits' shape, and tells their type.
-inline LogitsType logits_type(const Tensor& logits, const TableLayout& layout) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= layout.vocab_size &&
-                      (logits.stride(1) == 1 || logits.size(1) == 1),
-                  "logits must be [n, >= vocab_size], the last dimension contiguous");
+// Checks the logits' shape, and tells their type. width: columns at least.
+inline LogitsType logits_type(const Tensor& logits, int64_t width) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= width &&
+                      (logits.stride(1) == 1 || logits.size(1) <= 1),
+                  "logits must be [n, >= ", width, "], the last dimension contiguous");
   switch (logits.scalar_type()) {
     case ScalarType::Float:
       return LogitsType::kFloat32;
@@ -59,18 +59,19 @@ inline LogitsType logits_type(const Tensor& logits, const TableLayout& layout) {
   }
 }
 
+// sharded: whether the logits are those of a part of the vocabulary.
 inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, const Tensor& params,
                                     const Tensor& state, const Tensor& tables, const Tensor& output,
                                     const Tensor& scratch, const std::vector<int64_t>& layout,
                                     const std::optional<Tensor>& grammar_bitmask,
                                     const std::optional<Tensor>& words,
-                                    const std::optional<Tensor>& given) {
+                                    const std::optional<Tensor>& given, bool sharded = false) {
   StepArguments a = {};
   a.layout = table_layout(layout);
   const int64_t rows = logits.size(0);
   STD_TORCH_CHECK(rows >= 1 && rows <= int64_t{1} << 24, "cuda_step: there are ", rows,
                   " rows; it takes 1 to 2**24");
-  a.logits_type = logits_type(logits, a.layout);
+  a.logits_type = logits_type(logits, sharded ? 0 : a.layout.vocab_size);
   a.logits = logits.const_data_ptr();
   a.logits_stride = rows > 1 ? logits.stride(0) : logits.size(1);
   a.rows = static_cast<int>(rows);

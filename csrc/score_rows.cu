@@ -242,9 +242,9 @@ __device__ inline float* the_places() { return reinterpret_cast<float*>(&the_rel
 // The best tokens of a row, by a warp: false, with nothing written, where they are not found among
 // as many as its list holds. mine: the largest of the groups that a lane has looked at.
 template <class Logits>
-__device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source,
-                                         int32_t* out, const float* maxima, int groups, float mine,
-                                         const Normaliser& normaliser, int warp, int lane) {
+__device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source, int32_t* out,
+                                   const float* maxima, int groups, float mine,
+                                   const Normaliser& normaliser, int warp, int lane) {
   Relay& relay = the_relay();
   const int n = a.layout.max_logprobs;
   // As many groups as lanes that are not below it, and so tokens, reach what the n-th of them has.
@@ -332,7 +332,8 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
       atomicAdd(&relay.left, 1);
     }
   };
-  const float x = turn.token >= 0 ? sanitised(Logits::load(source.logits, turn.token)) : 0.0f;
+  const float x =
+      turn.token >= 0 ? sanitised(Logits::value(load_bits<Logits>(source, turn.token))) : 0.0f;
   float mine = kNegInf;
 #pragma unroll 4
   for (int group = 4 * lane; group < groups; group += 4 * kWarp) {
@@ -365,7 +366,8 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
     const int64_t given = a.given_ids[int64_t{turn.index} * layout.max_logprob_ids + i];
     float logprob = nan_f32();
     if (given >= 0) {
-      const float of_given = sanitised(Logits::load(source.logits, given));
+      const float of_given =
+          sanitised(Logits::value(load_bits<Logits>(source, static_cast<int>(given))));
       logprob = normaliser.logprob(of_given, of_given, static_cast<int>(given));
     }
     out[layout.given_logprobs() + i] = __float_as_int(logprob);

@@ -25,7 +25,7 @@ inline ScoreArguments score_arguments(const Tensor& logits, const Tensor& rows,
                                       const std::vector<int64_t>& layout, bool rank, bool entropy) {
   ScoreArguments a = {};
   a.layout = table_layout(layout);
-  a.logits_type = logits_type(logits, a.layout);
+  a.logits_type = logits_type(logits, a.layout.vocab_size);
   a.logits = logits.const_data_ptr();
   a.logits_stride = logits.size(0) > 1 ? logits.stride(0) : logits.size(1);
   const int64_t positions = rows.numel();

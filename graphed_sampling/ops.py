@@ -4,6 +4,7 @@
     torch.ops.graphed_sampling.flashinfer_sample the same with FlashInfer's draws
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
+    torch.ops.graphed_sampling.cuda_sharded_step the same of a rank that has one shard of the logits
     torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
     torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
     torch.ops.graphed_sampling.linear_logprobs   the same from hidden states and the head's weight
@@ -69,6 +70,12 @@ _LIBRARY.define(
     "cuda_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, Tensor? grammar_bitmask=None, "
     "Tensor? words=None, Tensor? given=None) -> ()"
+)
+_LIBRARY.define(
+    "cuda_sharded_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, "
+    "Tensor(b!) tables, Tensor(c!) output, Tensor(d!) scratch, Tensor(e!) exchange, int[] layout, "
+    "int rank, int[] starts, int[] logits_addresses, int[] exchange_addresses, int limit_ns, "
+    "int phases, Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None) -> ()"
 )
 _WISHES: Final = (
     "Tensor? rows=None, Tensor? num_rows=None, Tensor? given_ids=None, "
@@ -683,6 +690,7 @@ torch.library.register_fake(
 )
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::cuda_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake("graphed_sampling::cuda_sharded_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake(
     "graphed_sampling::prompt_logprobs", _prompt_logprobs_fake, lib=_LIBRARY
 )

@@ -115,9 +115,9 @@ __device__ __forceinline__ float load_now(const float* place) {
 #endif
 }
 
-__device__ __forceinline__ int load_now(const int* place) {
+__device__ __forceinline__ int32_t load_now(const int32_t* place) {
 #ifdef __CUDACC__
-  return *static_cast<const volatile int*>(place);
+  return *static_cast<const volatile int32_t*>(place);
 #else
   return __ldcg(place);
 #endif
@@ -133,6 +133,38 @@ __device__ __forceinline__ float4 load_now(const float4* place) {
   return value;
 #else
   return __ldcg(place);
+#endif
+}
+
+// Between devices that reach each other's memory: who reads by load_acquire() what another one has
+// written by store_release() sees also what that one, and whoever it had synchronised with, wrote
+// before.
+__device__ __forceinline__ void store_release(uint64_t* place, uint64_t value) {
+#ifdef __CUDACC__
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+#else
+  emulation::atomic_store(place, value);
+#endif
+}
+
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* place) {
+#ifdef __CUDACC__
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
+  return value;
+#else
+  return emulation::atomic_load(place);
+#endif
+}
+
+// Nanoseconds since some moment, in steps of up to a microsecond or so.
+__device__ __forceinline__ uint64_t nanoseconds() {
+#ifdef __CUDACC__
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+#else
+  return emulation::nanoseconds();
 #endif
 }
 

@@ -37,6 +37,7 @@
 #include <atomic>
 #include <bit>
 #include <cfenv>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -458,6 +459,21 @@ EMULATED_ATOMIC(atomicMax, long long, value > old ? value : old)
   EMULATED_ACCESS void name(T* address, std::type_identity_t<T> value) { \
     *address = value;                                                    \
   }
+namespace emulation {
+EMULATED_ACCESS void atomic_store(uint64_t* place, uint64_t value) {
+  const races::Accesses here(races::Kind::kAtomic);
+  *place = value;
+}
+EMULATED_ACCESS uint64_t atomic_load(const uint64_t* place) {
+  const races::Accesses here(races::Kind::kAtomic);
+  return *place;
+}
+inline uint64_t nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+}
+}  // namespace emulation
+
 EMULATED_LOAD(__ldg, kConstant)
 EMULATED_LOAD(__ldca, kPlain)
 EMULATED_LOAD(__ldcg, kCoherent)

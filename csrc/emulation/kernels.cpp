@@ -10,6 +10,8 @@
 #include "../sample_step_arguments.h"
 #include "../score_rows.cu"
 #include "../score_rows_arguments.h"
+#include "../sharded_step.cu"
+#include "../sharded_step_arguments.h"
 #include "selftest.h"
 #ifdef GRAPHED_SAMPLING_RACES
 #include "races_selftest.h"
@@ -29,6 +31,24 @@ void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, 
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
 }
 
+void cuda_sharded_step(const Tensor& logits, const Tensor& slots, const Tensor& params,
+                       const Tensor& state, const Tensor& tables, const Tensor& output,
+                       const Tensor& scratch, const Tensor& exchange, std::vector<int64_t> layout,
+                       int64_t rank, std::vector<int64_t> starts,
+                       std::vector<int64_t> logits_addresses,
+                       std::vector<int64_t> exchange_addresses, int64_t limit_ns, int64_t phases,
+                       std::optional<Tensor> grammar_bitmask, std::optional<Tensor> words,
+                       std::optional<Tensor> given) {
+  const StepArguments arguments =
+      step_arguments(logits, slots, params, state, tables, output, scratch, layout, grammar_bitmask,
+                     words, given, true);
+  const ShardedArguments sharded =
+      sharded_arguments(arguments, logits, exchange, rank, starts, logits_addresses,
+                        exchange_addresses, limit_ns, phases);
+  const cudaError_t error = launch_sharded_step(arguments, sharded, true, nullptr);
+  STD_TORCH_CHECK(error == cudaSuccess, "cuda_sharded_step: ", cudaGetErrorString(error));
+}
+
 void cuda_score_rows(const Tensor& logits, const Tensor& rows, const Tensor& token_ids,
                      const Tensor& given_ids, const Tensor& output, const Tensor& scratch,
                      std::vector<int64_t> layout, bool rank, bool entropy) {
@@ -43,6 +63,7 @@ void cuda_score_rows(const Tensor& logits, const Tensor& rows, const Tensor& tok
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
   library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));
+  library.impl("cuda_sharded_step", TORCH_BOX(&graphed_sampling::cuda_sharded_step));
   library.impl("cuda_score_rows", TORCH_BOX(&graphed_sampling::cuda_score_rows));
 }
 

@@ -13,18 +13,18 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
   static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
-  const bool plain = row.plain();
+  [[maybe_unused]] const bool plain = row.plain();
   int count = 0;
 #pragma unroll 1
   for (int begin = 0; begin < pieces && count <= kListed; begin += kThreads * kEach) {
     const int first = begin + block.thread() * kEach;
     uint32_t reaching = 0;
     int ids[kEach] = {};
+    float y[kEach][kPiece] = {};
     if (first < pieces) {
       const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
-      float y[kEach][kPiece];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) piece_y<Logits>(row, ids[i], y[i]);
 #pragma unroll
@@ -37,14 +37,27 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     }
     int listed;
     int place = count + block.sum_before(__popc(reaching), &listed);
-    for (; reaching != 0; reaching &= reaching - 1, ++place) {
-      // Loaded once more: registers cannot be numbered.
-      const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
-      float y = load_logit<Logits>(row, token);
-      if (!plain) y = special_or(row, processed(row, y, token), token);
-      if (place < kListed) {
-        shared.list_y[place] = y;
-        shared.list_ids[place] = token;
+    if constexpr (Logits::kSharded) {
+      // To load them once more, as below, could be to fetch them from another device.
+#pragma unroll
+      for (int i = 0; i < kEach * kPiece; ++i) {
+        if ((reaching >> i & 1) == 0) continue;
+        if (place < kListed) {
+          shared.list_y[place] = y[i / kPiece][i % kPiece];
+          shared.list_ids[place] = ids[0] + i;
+        }
+        ++place;
+      }
+    } else {
+      for (; reaching != 0; reaching &= reaching - 1, ++place) {
+        // Loaded once more: registers cannot be numbered.
+        const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
+        float token_y = load_logit<Logits>(row, token);
+        if (!plain) token_y = special_or(row, processed(row, token_y, token), token);
+        if (place < kListed) {
+          shared.list_y[place] = token_y;
+          shared.list_ids[place] = token;
+        }
       }
     }
     count += listed;

@@ -56,7 +56,7 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
     const int token = group * kGroup + 2 * block.lane() + i;
     x[i] = y[i] = kNegInf;
     if (token < row.vocab) {
-      const float logit = Logits::load(row.logits, token);
+      const float logit = Logits::value(load_bits<Logits>(row, token));
       nan = nan || logit != logit;
       x[i] = sanitised(logit);
       y[i] = processed(row, x[i], token);

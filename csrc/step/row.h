@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../common/layout.h"
+#include "../logits_type.h"
 #include "numbers.h"
 
 namespace graphed_sampling {
@@ -17,13 +18,11 @@ constexpr int kGroup = kPiece * kPieces;
 // The types of logits: how many 16-byte vectors a piece takes, what is in them, and the bits of
 // -inf.
 struct Float32 {
+  static constexpr bool kSharded = false;
   static constexpr int kVectors = 2;
   static constexpr uint32_t kNegInfBits = 0xFF800000u, kNegInfWord = 0xFF800000u;
   using Bits = uint32_t;
   __device__ static float value(Bits bits) { return __uint_as_float(bits); }
-  __device__ static float load(const void* logits, int64_t i) {
-    return value(__ldg(static_cast<const Bits*>(logits) + i));
-  }
   // Two neighbours, of which the first has an even place in a row that is aligned.
   __device__ static void load_pair(const void* logits, int64_t i, float (&x)[2]) {
     const auto* pair = reinterpret_cast<const float2*>(static_cast<const float*>(logits) + i);
@@ -45,13 +44,11 @@ struct Float32 {
 };
 
 struct BFloat16 {
+  static constexpr bool kSharded = false;
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFF80u, kNegInfWord = 0xFF80FF80u;
   using Bits = uint16_t;
   __device__ static float value(Bits bits) { return bf16_to_float(bits); }
-  __device__ static float load(const void* logits, int64_t i) {
-    return value(__ldg(static_cast<const Bits*>(logits) + i));
-  }
   __device__ static void load_pair(const void* logits, int64_t i, float (&x)[2]) {
     const auto* pair = reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(logits) + i);
     const uint32_t word = __ldg(pair);
@@ -73,13 +70,11 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  static constexpr bool kSharded = false;
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFC00u, kNegInfWord = 0xFC00FC00u;
   using Bits = uint16_t;
   __device__ static float value(Bits bits) { return half_to_float(bits); }
-  __device__ static float load(const void* logits, int64_t i) {
-    return value(__ldg(static_cast<const Bits*>(logits) + i));
-  }
   __device__ static void load_pair(const void* logits, int64_t i, float (&x)[2]) {
     const auto* pair = reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(logits) + i);
     const uint32_t word = __ldg(pair);
@@ -99,6 +94,30 @@ struct Float16 {
                  half_to_float(static_cast<uint16_t>(word >> 16)));
   }
 };
+
+// The same of rows whose logits lie in shards, each in its owner's memory: whoever reads them finds
+// out where. A row's `logits` are not used then.
+template <class Base>
+struct Sharded : Base {
+  static constexpr bool kSharded = true;
+};
+
+// Where a row's shards lie. Shard i has the tokens from starts[i] to before starts[i + 1], of which
+// there may be none; rows[i] is the address at which it would have token 0.
+struct Shards {
+  int starts[kMostShards + 1];
+  uintptr_t rows[kMostShards];
+
+  // Of a token of the vocabulary.
+  __device__ int owner(int token) const {
+    int i = 0;
+    while (token >= starts[i + 1]) ++i;
+    return i;
+  }
+};
+
+// Those of the row that the block finishes, in its shared memory.
+__device__ inline const Shards& the_shards();
 
 // A piece as it lies in memory.
 template <class Logits>
@@ -146,15 +165,27 @@ struct Row : Source {
   }
 };
 
-// A piece that is known to lie inside the row, and to be aligned.
+// What other devices write before they say that it may be read is not read by __ldg(), whose
+// promise is that nobody writes it while the kernel runs.
+template <class Logits, class T>
+__device__ inline T load_at(const T* place) {
+  if constexpr (Logits::kSharded) {
+    return *place;
+  } else {
+    return __ldg(place);
+  }
+}
+
+// A piece that is known to be aligned, and to lie inside the row, or inside one shard, of which
+// `logits` would be token 0.
 template <class Logits>
-__device__ inline Pack<Logits> load_whole_pack(const Source& source, int first) {
+__device__ inline Pack<Logits> load_whole_pack(const void* logits, int first) {
   Pack<Logits> pack;
-  const auto* vectors = reinterpret_cast<const uint4*>(
-      static_cast<const typename Logits::Bits*>(source.logits) + first);
+  const auto* vectors =
+      reinterpret_cast<const uint4*>(static_cast<const typename Logits::Bits*>(logits) + first);
 #pragma unroll
   for (int i = 0; i < Logits::kVectors; ++i) {
-    const uint4 vector = __ldg(vectors + i);
+    const uint4 vector = load_at<Logits>(vectors + i);
     pack.words[4 * i] = vector.x;
     pack.words[4 * i + 1] = vector.y;
     pack.words[4 * i + 2] = vector.z;
@@ -163,21 +194,32 @@ __device__ inline Pack<Logits> load_whole_pack(const Source& source, int first) 
   return pack;
 }
 
-// A piece that is not aligned, or ends after the row: everything there is -inf.
+// The bits of a logit, of a token of the vocabulary.
+template <class Logits>
+__device__ inline typename Logits::Bits load_bits(const Source& source, int token) {
+  const void* logits = source.logits;
+  if constexpr (Logits::kSharded) {
+    const Shards& shards = the_shards();
+    logits = reinterpret_cast<const void*>(shards.rows[shards.owner(token)]);
+  }
+  return load_at<Logits>(static_cast<const typename Logits::Bits*>(logits) + token);
+}
+
+// A piece that is not aligned, or not whole: everything after the row is -inf.
 template <class Logits>
 __device__ __noinline__ Pack<Logits> load_ragged_pack(const Source& source, int first) {
   using Bits = typename Logits::Bits;
   constexpr int kPerWord = 4 / static_cast<int>(sizeof(Bits));
-  const Bits* logits = static_cast<const Bits*>(source.logits) + first;
   Pack<Logits> pack;
 #pragma unroll
   for (int i = 0; i < 4 * Logits::kVectors; ++i) {
     uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < kPerWord; ++j) {
-      const int at = i * kPerWord + j;
-      const uint32_t bits = first + at < source.vocab ? static_cast<uint32_t>(__ldg(logits + at))
-                                                      : Logits::kNegInfBits;
+      const int token = first + i * kPerWord + j;
+      const uint32_t bits = token < source.vocab
+                                ? static_cast<uint32_t>(load_bits<Logits>(source, token))
+                                : Logits::kNegInfBits;
       word |= bits << (j * 16);
     }
     pack.words[i] = word;
@@ -187,8 +229,18 @@ __device__ __noinline__ Pack<Logits> load_ragged_pack(const Source& source, int 
 
 template <class Logits>
 __device__ inline Pack<Logits> load_pack(const Source& source, int first) {
-  return source.aligned && first + kPiece <= source.vocab ? load_whole_pack<Logits>(source, first)
-                                                          : load_ragged_pack<Logits>(source, first);
+  const void* logits = source.logits;
+  bool whole = source.aligned && first + kPiece <= source.vocab;
+  if constexpr (Logits::kSharded) {
+    whole = first + kPiece <= source.vocab;
+    if (whole) {
+      const Shards& shards = the_shards();
+      const int owner = shards.owner(first);
+      whole = first + kPiece <= shards.starts[owner + 1] && shards.rows[owner] % 16 == 0;
+      logits = reinterpret_cast<const void*>(shards.rows[owner]);
+    }
+  }
+  return whole ? load_whole_pack<Logits>(logits, first) : load_ragged_pack<Logits>(source, first);
 }
 
 // NaN counts as -inf, -0.0 as 0.0.
@@ -196,7 +248,7 @@ __device__ inline float sanitised(float x) { return (x != x ? kNegInf : x) + 0.0
 
 template <class Logits>
 __device__ inline float load_logit(const Row& row, int token) {
-  return sanitised(Logits::load(row.logits, token));
+  return sanitised(Logits::value(load_bits<Logits>(row, token)));
 }
 
 // y of a token seen in the prompt or, in_output, in the output: each operation rounded once.

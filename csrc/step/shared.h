@@ -84,6 +84,7 @@ struct Shared {
       int64_t list_masses[kThreads], sorted_masses[kThreads];
     };
   };
+  Shards shards;  // of a row that has them
 };
 
 // Shared memory: the exchange, this, and one after the other the statistics that are there.
@@ -101,6 +102,8 @@ __device__ inline Shared& the_shared() {
   DYNAMIC_SHARED(unsigned char, memory);
   return *reinterpret_cast<Shared*>(memory + sizeof(Exchange));
 }
+
+__device__ inline const Shards& the_shards() { return the_shared().shards; }
 
 // maxima and sums of so many groups.
 __device__ inline float* the_statistics() {

@@ -64,7 +64,7 @@ __device__ inline void renew_all(Set<Logits>& set) {
   }
 }
 
-// How many of a row's tiles load_set() is for: all or none.
+// How many of a row's tiles load_set() is for: all or none. It is for none of shards.
 __device__ inline int tiles_to_load(const Source& source) {
   return source.aligned && source.vocab % kPiece == 0 ? tiles_of(source.vocab) : 0;
 }
@@ -76,7 +76,8 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
   if ((tile + 1) * kTile <= source.vocab) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      loaded.packs[i] = load_whole_pack<Logits>(source, tile_first(tile, set * kAtOnce + i, lane));
+      loaded.packs[i] =
+          load_whole_pack<Logits>(source.logits, tile_first(tile, set * kAtOnce + i, lane));
     }
     return loaded;
   }
@@ -85,7 +86,18 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
     const int first = tile_first(tile, set * kAtOnce + i, lane);
 #pragma unroll
     for (int j = 0; j < 4 * Logits::kVectors; ++j) loaded.packs[i].words[j] = Logits::kNegInfWord;
-    if (first < source.vocab) loaded.packs[i] = load_whole_pack<Logits>(source, first);
+    if (first < source.vocab) loaded.packs[i] = load_whole_pack<Logits>(source.logits, first);
+  }
+  return loaded;
+}
+
+// A set of any row.
+template <class Logits>
+__device__ inline Set<Logits> load_any_set(const Source& source, int tile, int set, int lane) {
+  Set<Logits> loaded;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    loaded.packs[i] = load_pack<Logits>(source, tile_first(tile, set * kAtOnce + i, lane));
   }
   return loaded;
 }
@@ -245,11 +257,7 @@ __device__ __noinline__ void stream_any_tiles(const Source source, const Wishes 
   for (; tile < end; tile += step) {
 #pragma unroll 1
     for (int number = 0; number < kSets; ++number) {
-      Set<Logits> set;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        set.packs[i] = load_pack<Logits>(source, tile_first(tile, number * kAtOnce + i, lane));
-      }
+      Set<Logits> set = load_any_set<Logits>(source, tile, number, lane);
       stream_set<true>(wishes, scale, tile, number, lane, set, at);
     }
   }
@@ -301,13 +309,12 @@ struct SetBits {
 template <class Logits>
 __device__ inline void load_checked_set(const Row& row, int tile, int number, int whole, int lane,
                                         Set<Logits>& set, SetBits& bits) {
-  if (tile < whole) {
+  bool in_one_piece = false;
+  if constexpr (!Logits::kSharded) in_one_piece = tile < whole;
+  if (in_one_piece) {
     set = load_set<Logits>(row, tile, number, lane);
   } else {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      set.packs[i] = load_pack<Logits>(row, tile_first(tile, number * kAtOnce + i, lane));
-    }
+    set = load_any_set<Logits>(row, tile, number, lane);
   }
   bits = {0, 0, 0};
 #pragma unroll
@@ -463,6 +470,22 @@ __device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes w
     bits = next_bits;
     tile = next_tile;
     number = next_number;
+  }
+}
+
+// One set by itself, of any row: what its tile's would be.
+template <class Logits>
+__device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes, int set, int lane,
+                                            const Statistics at) {
+  const int tile = set / kSets, number = set % kSets;
+  Set<Logits> loaded;
+  if (wishes.split) {
+    SetBits bits;
+    load_checked_set(row, tile, number, 0, lane, loaded, bits);
+    stream_checked_set(row, wishes, tile, number, lane, loaded, bits, at);
+  } else {
+    loaded = load_any_set<Logits>(row, tile, number, lane);
+    stream_set<true>(wishes, row.scale, tile, number, lane, loaded, at);
   }
 }
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from graphed_sampling._build_info import build_info
 from graphed_sampling.backends.position_records import Positions
+from graphed_sampling.checks import check_logits
 from graphed_sampling.layout import TableLayout
 
 NAME: Final = "cuda"
@@ -34,6 +38,13 @@ _LISTED: Final = 2048
 # And of the kernel of many positions: blocks at most, and groups that shared memory holds.
 _SCORING_BLOCKS: Final = 512
 _SHARED_GROUPS: Final = 4096
+# And of exchange buffers: words of their header, of a row's signals, and of a group; which of the
+# header's words tell of a failure.
+MOST_SHARDS: Final = 16
+_EXCHANGE_HEADER: Final = 64
+_SIGNALS: Final = 32
+_EXCHANGED_OF_GROUP: Final = 5
+_FAILURE: Final = slice(2, 6)
 
 
 def unusable(device: torch.device) -> str:
@@ -137,6 +148,174 @@ def sample_step(
         None if words is None else words.contiguous(),
         given,
     )
+
+
+class Phases(IntFlag):
+    """What a launch of a sharded step does; a step is all of them, in this order."""
+
+    STREAM = 1
+    """Reads the rank's shard and sends all ranks what is to know of it. Waits for nobody."""
+    FINISH = 2
+    """Waits until all ranks have sent that, and takes rows from there to their next state."""
+    CLOSE = 4
+    """Waits until no rank reads this one's memory for this step any more."""
+    ALL = 7
+
+
+class Failure(IntEnum):
+    """Why a rank has given up."""
+
+    MISSING = 1
+    MISMATCH = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """The shards of a vocabulary, where they lie, and whose steps these are: the same on all ranks
+    but for `rank`, and for addresses, which are those at which this rank's device reaches them.
+
+    ValueError for what is no such thing.
+    """
+
+    rank: int
+    starts: tuple[int, ...]
+    """Rank r has the tokens from starts[r] to before starts[r + 1], of which there may be none."""
+    logits_addresses: tuple[int, ...]
+    """Of the first token of the first row of each rank's logits; of an empty shard anything."""
+    exchange_addresses: tuple[int, ...]
+    """Of each rank's exchange buffer, aligned to 16 bytes."""
+    limit_ns: int
+    """Nanoseconds that a step waits for another rank before it gives up."""
+
+    def __post_init__(self) -> None:
+        ranks = len(self.logits_addresses)
+        if not 1 <= ranks <= MOST_SHARDS:
+            raise ValueError(f"there are {ranks} shards: there may be 1 to {MOST_SHARDS}")
+        if not 0 <= self.rank < ranks:
+            raise ValueError(f"rank is {self.rank}: it must be in [0, {ranks})")
+        if len(self.exchange_addresses) != ranks or len(self.starts) != ranks + 1:
+            raise ValueError(
+                f"there are {ranks} addresses of logits, {len(self.exchange_addresses)} of "
+                f"exchange buffers and {len(self.starts)} starts: there must be one of each for "
+                "every rank, and the last shard's end"
+            )
+        if self.starts[0] != 0 or any(a > b for a, b in pairwise(self.starts)):
+            raise ValueError(f"starts are {self.starts}: they must ascend from 0")
+        if any(address % 16 for address in self.exchange_addresses):
+            raise ValueError("exchange buffers must be aligned to 16 bytes")
+        if self.limit_ns <= 0:
+            raise ValueError(f"limit_ns is {self.limit_ns}: it must be positive")
+
+    @property
+    def width(self) -> int:
+        """Tokens of the rank's own shard."""
+        return self.starts[self.rank + 1] - self.starts[self.rank]
+
+
+@functools.lru_cache
+def exchange_words(layout: TableLayout, rows: int) -> int:
+    """int32 words of every rank's exchange buffer, for sharded steps of up to `rows` rows."""
+    row = _SIGNALS + _EXCHANGED_OF_GROUP * _groups(layout)
+    return _EXCHANGE_HEADER + rows * row
+
+
+def sharded_step(
+    logits: Tensor,
+    slots: Tensor,
+    params: Tensor,
+    state: Tensor,
+    tables: Tensor,
+    output: Tensor,
+    scratch: Tensor,
+    exchange: Tensor,
+    layout: TableLayout,
+    shards: Shards,
+    *,
+    phases: Phases = Phases.ALL,
+    grammar_bitmask: Tensor | None = None,
+    words: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:
+    """One step in place of a table of which every rank has a replica, and a shard of the logits.
+
+    Shards may begin anywhere; where that is a multiple of 1024 a step is quickest.
+
+    logits: [n, >= shards.width], the rank's own. n, the row stride, dtype and everything else but
+    addresses must be the same on all ranks, parameters, states and tables bit for bit; then so are
+    their outputs and next states, which are those of `sample_step` on the whole logits. What
+    `sample_step` takes is as there and checked by the caller; scratch likewise, of
+    `scratch_words(layout, n)`.
+
+    exchange: int32 [>= exchange_words(layout, n)], contiguous, zeroed once on all ranks before the
+    first step of any. Other ranks read `logits` and write `exchange` while they step, so both lie
+    in memory that all devices reach (torch.distributed._symmetric_memory). When the step has ended
+    on a rank's stream nobody reads that rank's memory for it any more: logits may be written again.
+
+    Ranks wait for each other on their devices: every rank enqueues the same steps in the same
+    order, eager or replayed, and nothing in front of them may wait for a later one of another rank.
+    Where a rank waits longer than `shards.limit_ns`, rows that lack something get the record of
+    padding rows (token -1) and keep their state, and the rank has given up: its later steps do
+    nothing but write such records, until all ranks have zeroed their exchange buffers. `failure`
+    tells why. Rows that were complete have advanced, here or on other ranks.
+
+    phases: several ranks' steps can be run on one device, a phase of all ranks after the other.
+
+    ValueError for logits or an exchange buffer that are not what `shards` says.
+    """
+    check_logits(logits, shards.width)
+    needed = exchange_words(layout, logits.shape[0])
+    if not (
+        exchange.dim() == 1
+        and exchange.dtype == torch.int32
+        and exchange.is_contiguous()
+        and exchange.numel() >= needed
+    ):
+        raise ValueError(
+            f"exchange is {exchange.dtype} {list(exchange.shape)}: it must be contiguous "
+            f"torch.int32 [>= {needed}]"
+        )
+    if shards.starts[-1] != layout.vocab_size:
+        raise ValueError(
+            f"the last shard ends at {shards.starts[-1]}: it must end at {layout.vocab_size}, the "
+            "vocabulary's size"
+        )
+    if shards.width and logits.data_ptr() != shards.logits_addresses[shards.rank]:
+        raise ValueError("logits do not lie at the rank's address")
+    if exchange.data_ptr() != shards.exchange_addresses[shards.rank]:
+        raise ValueError("exchange does not lie at the rank's address")
+    if not logits.shape[0]:
+        return
+    torch.ops.graphed_sampling.cuda_sharded_step(
+        logits,
+        slots.contiguous(),
+        params,
+        state,
+        tables,
+        output,
+        scratch,
+        exchange,
+        layout.to_ints(),
+        shards.rank,
+        shards.starts,
+        shards.logits_addresses,
+        shards.exchange_addresses,
+        shards.limit_ns,
+        int(phases),
+        grammar_bitmask,
+        None if words is None else words.contiguous(),
+        given,
+    )
+
+
+def failure(exchange: Tensor) -> str:
+    """Why the rank with this exchange buffer has given up; empty if it has not. Synchronises."""
+    code, rank, phase, row = exchange[_FAILURE].tolist()
+    if not code:
+        return ""
+    where = "at the end of a step" if phase == Phases.CLOSE else f"for its shard of row {row}"
+    if code == Failure.MISMATCH:
+        return f"rank {rank} has come with another step, or another number of rows ({where})"
+    return f"rank {rank} has not come in time ({where})"
 
 
 def score_rows(
