@@ -115,10 +115,13 @@ class StepInputs:
 
     CPU tensors are checked by value and uploaded through pinned rings; device tensors are taken as
     they are. Slots that are the same as in the step before are neither checked nor uploaded again.
+
+    least_width: the fewest columns of logits, by default the table's vocab_size.
     """
 
-    def __init__(self, table: RequestTable, rows: int) -> None:
+    def __init__(self, table: RequestTable, rows: int, least_width: int | None = None) -> None:
         self.table = table
+        self._least_width = table.vocab_size if least_width is None else least_width
         self._checked_slots = b""
         self.claim: SlotClaim | None = None
         """Of the slots checked last, where they were on the CPU."""
@@ -146,7 +149,7 @@ class StepInputs:
     ) -> None:
         """ValueError for whatever a step would not accept, before anything is enqueued."""
         table = self.table
-        checks.check_logits(logits, table.vocab_size)
+        checks.check_logits(logits, self._least_width)
         if logits.device != table.device:
             raise ValueError(f"logits are on {logits.device}: the table is on {table.device}")
         rows = logits.shape[0]

@@ -139,7 +139,9 @@ class RequestTable:
         max_requests = self.layout.max_requests
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._seed = secrets.randbits(64) if seed is None else _as_seed(seed)
+        self.seed = None if seed is None else _as_seed(seed)
+        """Of the stream from which requests without a seed get theirs, where one was given."""
+        self._seed = secrets.randbits(64) if self.seed is None else self.seed
         self._num_seeds = 0
 
         self._requests: list[AdmittedRequest | None] = [None] * max_requests
