@@ -1,0 +1,147 @@
+"""Transport "exchange": the ranks share the rows out, by collectives of any backend.
+
+    logits [n, V_r]  --all-to-all-->  [n / ranks, V]  --a step of these rows-->  records
+    records  --all-gather-->  all records  --apply_records-->  the other rows' slots
+
+Every logit crosses the wire once. A row is stepped by one rank, with the backend of a single
+device, so that its token is that device's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphed_sampling.distributed.collectives import Collectives
+from graphed_sampling.distributed.fingerprint import Fingerprint
+from graphed_sampling.distributed.shards import VocabRanges
+from graphed_sampling.sampler import StepOutput, TableStep, new_output
+from graphed_sampling.table import RequestTable
+
+_MARK_WORDS = 4
+"""Behind a rank's records: its fingerprint of the step, and two words for the alignment."""
+
+
+class ExchangeStep:
+    """`TableStep` for logits that are sharded.
+
+    rows: of the largest step, a multiple of the number of ranks, as all steps are. widths: of the
+    ranks' logits.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        table: RequestTable,
+        backend: str,
+        rows: int,
+        logits_dtype: torch.dtype,
+        vocab_ranges: VocabRanges,
+        widths: list[int],
+        collectives: Collectives,
+    ) -> None:
+        self.table = table
+        self._collectives = collectives
+        self._ranges, self._widths = vocab_ranges, widths
+        size, rank = collectives.size, collectives.rank
+        self._own_rows = rows // size
+        self._inner = TableStep(owner, table, backend, self._own_rows, (logits_dtype,))
+        self.backend = self._inner.backend
+        self.takes_words = self._inner.takes_words
+        self.output = new_output(table, rows)
+        self._layout = table.layout.to_ints()
+        self._rank = rank
+        # Equal shards lie in the full rows as they lie in the ranks, padding at the end.
+        width = widths[0]
+        self._even = all(w == width for w in widths) and all(
+            start == min(i * width, table.vocab_size) for i, (start, _) in enumerate(vocab_ranges)
+        )
+        full_width = size * width if self._even else table.vocab_size
+        record_words = table.layout.output_words
+        with torch.inference_mode(False), torch.device(table.device):
+            self._received = torch.zeros(self._own_rows * sum(widths), dtype=logits_dtype)
+            self._full = torch.zeros(self._own_rows, full_width, dtype=logits_dtype)
+            self._others = torch.full((rows,), -1, dtype=torch.int32)
+            self._sent = torch.zeros(self._own_rows * record_words + _MARK_WORDS, dtype=torch.int32)
+            self._gathered = torch.zeros(size * self._sent.numel(), dtype=torch.int32)
+            self._rank_bits = 1 << torch.arange(size)
+            # Bits of the ranks that stepped something else, never cleared; and where the host sees
+            # them without waiting.
+            self._differing = torch.zeros(1, dtype=torch.int64)
+        self._told_differing = torch.zeros(
+            1, dtype=torch.int64, device="cpu", pin_memory=table.device.type == "cuda"
+        )
+        records = self._sent[: self._own_rows * record_words].view(-1, record_words)
+        self._inner.output = StepOutput(records, table.layout)
+        self._fingerprint = Fingerprint(table, rows)
+
+    def check_words(self, words: Tensor | None) -> None:
+        self._inner.check_words(words)
+
+    def differing_ranks(self) -> list[int]:
+        """Ranks that in a step that has ended did something else than this one."""
+        bits = int(self._told_differing)
+        return [rank for rank in range(self._collectives.size) if bits >> rank & 1]
+
+    def fingerprint(self, slots: Tensor, given: Tensor) -> Tensor:
+        """int64 [1]: of the step to come."""
+        return self._fingerprint(slots, given)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        grammar_bitmask: Tensor | None,
+        words: Tensor | None,
+        given: Tensor | None = None,
+    ) -> None:
+        """logits: contiguous [rows, width of this rank]."""
+        assert given is not None
+        rows, size = slots.shape[0], self._collectives.size
+        count = rows // size
+        own = slice(self._rank * count, (self._rank + 1) * count)
+        record_words = self.table.layout.output_words
+        mark = count * record_words
+        sent = self._sent[: mark + _MARK_WORDS]
+        sent[mark : mark + 2].view(torch.int64).copy_(self._fingerprint(slots, given))
+        self._inner(
+            self._exchange_logits(logits, count),
+            slots[own],
+            None if grammar_bitmask is None else grammar_bitmask[own],
+            None if words is None else words[own],
+            given,
+        )
+        gathered = self._gathered[: size * sent.numel()]
+        self._collectives.all_gather(gathered, sent)
+        by_rank = gathered.view(size, -1)
+        records = self.output.record[:rows]
+        records.view(size, mark).copy_(by_rank[:, :mark])
+        marks = by_rank[:, mark : mark + 2].contiguous().view(torch.int64)[:, 0]
+        differs = (marks != marks[self._rank]) * self._rank_bits
+        self._differing.bitwise_or_(differs.sum(0, keepdim=True))
+        self._told_differing.copy_(self._differing, non_blocking=True)
+        others = self._others[:rows]
+        others.copy_(slots)
+        others[own].fill_(-1)
+        torch.ops.graphed_sampling.apply_records(
+            records, others, self.table.state, self.table.tables, self._layout
+        )
+
+    def _exchange_logits(self, logits: Tensor, count: int) -> Tensor:
+        """[count, >= vocab_size]: the full rows that this rank steps."""
+        size = self._collectives.size
+        received = self._received[: count * sum(self._widths)]
+        sizes = [count * width for width in self._widths]
+        own_size = count * logits.shape[1]
+        self._collectives.all_to_all(received, logits.flatten(), sizes, [own_size] * size)
+        full = self._full[:count]
+        if self._even:
+            by_rank = received.view(size, count, -1)
+            full.view(count, size, -1).copy_(by_rank.transpose(0, 1))
+            return full
+        begin = 0
+        for (start, end), width in zip(self._ranges, self._widths, strict=True):
+            part = received[begin : begin + count * width].view(count, width)
+            full[:, start:end].copy_(part[:, : end - start])
+            begin += count * width
+        return full
