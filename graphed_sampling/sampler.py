@@ -152,7 +152,13 @@ class StepInputs:
         checks.check_logits(logits, self._least_width)
         if logits.device != table.device:
             raise ValueError(f"logits are on {logits.device}: the table is on {table.device}")
-        rows = logits.shape[0]
+        self.check_rows(logits.shape[0], slots, grammar_bitmask, words)
+
+    def check_rows(
+        self, rows: int, slots: Tensor, grammar_bitmask: Tensor | None, words: Tensor | None
+    ) -> None:
+        """`check` but for the logits."""
+        table = self.table
         checks.check_vector("slots", slots, rows, torch.int32)
         self._check_place("slots", slots)
         if grammar_bitmask is not None:

@@ -148,6 +148,8 @@ class RequestTable:
         self._admitted = np.zeros(max_requests, np.bool_)
         self.tenancy = 0
         """How often a slot was taken or given back: unchanged, the same slots are admitted."""
+        self.num_reporting = 0
+        """How many admitted requests want logprobs or ranks."""
         self._generations = np.zeros(max_requests, np.int32)
         # A heap of slots, each at most once; those that were taken by name are skipped.
         self._free = list(range(max_requests))
@@ -242,6 +244,7 @@ class RequestTable:
             self._dirty_params[slot], self._dirty_state[slot] = record, state
             self._generations[slot] = generation
             self._requests[slot] = request
+            self.num_reporting += params.reports
             self._admitted[slot] = True
             self.tenancy += 1
         return slot
@@ -266,6 +269,7 @@ class RequestTable:
             seed = old.seed if params.seed is None else params.seed & _MASK64
             request = AdmittedRequest(params, seed, old.generation, old.num_output_tokens)
             self._dirty_params[slot] = self._pack_params(slot, request)
+            self.num_reporting += params.reports - old.params.reports
             self._requests[slot] = request
 
     def release(self, slot: int) -> None:
@@ -275,8 +279,9 @@ class RequestTable:
         """
         self._check_process()
         with self._lock:
-            self._request(slot)
+            request = self._request(slot)
             self._dirty_params[slot] = pack_vacancy(self.layout, slot)
+            self.num_reporting -= request.params.reports
             self._requests[slot] = None
             self._admitted[slot] = False
             self.tenancy += 1

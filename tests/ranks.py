@@ -1,11 +1,9 @@
-"""Processes that are the ranks of a group, for tests: each runs what it is sent, with the others."""
+"""Processes that are the ranks of a group, for tests."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,9 +75,7 @@ def _serve(pipe: Connection, port: int, rank: int, size: int, backend: str) -> N
     if backend == "nccl":
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while True:
         try:
             function, arguments, members = pipe.recv()

@@ -43,7 +43,7 @@ def test_even_ranges_are_those_of_a_padded_vocabulary() -> None:
     assert even_vocab_ranges(7, 2, 16) == ((0, 7), (7, 7))
     assert even_vocab_ranges(7, 4, 16) == ((0, 4), (4, 7), (7, 7), (7, 7))
     for wrong in ((0, 2, None), (7, 0, None), (7, 2, 9), (7, 2, 6)):
-        with pytest.raises(ValueError, match="vocab_size|padded_size"):
+        with pytest.raises(ValueError, match=r"vocab_size|padded_size"):
             even_vocab_ranges(*wrong)
 
 
@@ -92,6 +92,8 @@ def live(
     steps: int,
     options: dict[str, Any],
     kinds: Sequence[str] = KINDS,
+    most_rows: int = 6,
+    state_every: int = 1,
 ) -> dict[str, int]:
     """Steps of a random history, compared with those of one device that has all logits."""
     rank = group.rank()
@@ -104,7 +106,7 @@ def live(
     counts = {"rows": 0, "finished": 0}
     for number in range(steps):
         history.change(table, expected_table)
-        inputs = history.step(6)
+        inputs = history.step(most_rows)
         expected = single(inputs.logits, inputs.slots, **inputs.optional)
         logits = shard(inputs.logits, sampler, rank, poison=number % 2 == 0)
         if number % 3 == 0:
@@ -113,7 +115,8 @@ def live(
             logits = buffer
         output = sampler(logits, inputs.slots, **inputs.optional)
         assert torch.equal(output.record, expected.record), number
-        assert torch.equal(used_state(table), used_state(expected_table)), number
+        if number % state_every == 0:
+            assert torch.equal(used_state(table), used_state(expected_table)), number
         counts["rows"] += int((output.token_ids >= 0).sum())
         counts["finished"] += int((output.finish_reason > 0).sum())
     sampler.close()
@@ -140,5 +143,188 @@ def test_all_ranks_have_what_one_device_has(ranks: Ranks, backend: str, shards: 
 
 def test_ten_thousand_steps(ranks: Ranks) -> None:
     backend = CPU_BACKENDS[0]
-    found = ranks.run(live, backend, torch.float32, 10_000, {}, BENIGN_KINDS, ranks=[0, 1])
-    assert found[0]["rows"] > 20_000 and found[0] == found[1]
+    arguments = (backend, torch.float32, 10_000, {}, BENIGN_KINDS, 3, 10)
+    found = ranks.run(live, *arguments, ranks=[0, 1])
+    assert found[0]["rows"] > 10_000 and found[0] == found[1]
+
+
+def step_nothing(group: dist.ProcessGroup) -> None:
+    table = make_table()
+    sampler = VocabParallelSampler(table, group)
+    output = sampler(torch.zeros(0, sampler.logits_width), torch.zeros(0, dtype=torch.int32))
+    assert output.token_ids.shape == (0,)
+    padding = torch.full((3,), -1, dtype=torch.int32)
+    output = sampler(sampler.logits_buffer(3), padding)
+    assert (output.flags == RowFlags.PADDING).all() and (output.token_ids == -1).all()
+    slots = torch.tensor([table.admit(SamplingParams())], dtype=torch.int32)
+    for wrong, message in (
+        ((torch.zeros(1, 3), slots), "logits have shape"),
+        ((torch.zeros(1, 900), slots), "columns"),
+        ((torch.zeros(1, 40).bfloat16(), slots), "dtype"),
+        ((torch.zeros(1, 35), slots + 1), "not admitted"),
+        ((torch.zeros(9, 35), padding.repeat(3)), "largest bucket"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampler(*wrong)
+    # What one rank refuses, it refuses before the others hear of it.
+    assert sampler(torch.zeros(1, sampler.logits_width), slots).token_ids.shape == (1,)
+
+
+def test_nothing_and_what_is_refused(ranks: Ranks) -> None:
+    ranks.run(step_nothing, ranks=[1, 2])
+
+
+# Ranks that are not alike.
+
+
+def make_table(**changes: Any) -> RequestTable:
+    return RequestTable(4, V, device="cpu", **({"seed": 3, "penalties": False, "eos_token_ids": (5,)} | changes))
+
+
+def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str, str]:
+    """The error's type and text where one rank's sampler is made with something else."""
+    tables: dict[str, Any] = {
+        "sizes": {"max_logprobs": 3},
+        "eos_token_ids": {"eos_token_ids": (4,)},
+        "seed": {"seed": 4},
+        "no seed": {"seed": None},
+    }
+    samplers: dict[str, Any] = {
+        "backend": {"backend": "torch"},
+        "row_buckets": {"row_buckets": (1, 7)},
+        "logits_dtype": {"logits_dtype": torch.float16},
+        "vocab_ranges": {"shard_sizes": [1, V - 1]},
+        "timeout": {"timeout": 3.0},
+        "transport": {"transport": "exchange"},
+        "wrong": {"transport": "pigeon"},
+        "wrong width": {"logits_width": 2},
+    }
+    is_odd = group.rank() == odd_one
+    table = make_table(**(tables.get(name, {}) if is_odd else {}))
+    options = {"backend": CPU_BACKENDS[0]} | (samplers.get(name, {}) if is_odd else {})
+    try:
+        VocabParallelSampler(table, group, **options)
+    except ValueError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sizes", "table's sizes must be the same on all ranks; rank 1 differs"),
+        ("eos_token_ids", "table's eos_token_ids must be the same on all ranks; rank 1 differs"),
+        ("seed", "table's seed must be the same on all ranks; rank 1 differs"),
+        ("no seed", "the tables of all ranks with the same seed"),
+        ("backend", "backend must be the same on all ranks; rank 1 differs"),
+        ("row_buckets", "row_buckets must be the same"),
+        ("logits_dtype", "logits_dtype must be the same"),
+        ("vocab_ranges", "vocab_ranges must be the same"),
+        ("timeout", "timeout must be the same"),
+        ("transport", "transport must be the same"),
+        ("wrong", "'pigeon' is not accepted"),
+        ("wrong width", "logits_width = 2 is not accepted"),
+    ],
+)
+def test_ranks_that_are_not_alike_are_refused_by_all(ranks: Ranks, name: str, message: str) -> None:
+    if name == "backend" and CPU_BACKENDS[0] == "torch":
+        pytest.skip("there is one backend")
+    for kind, text in ranks.run(make_unlike, 1, name, ranks=[0, 1]):
+        assert kind == "ValueError" and message in text, text
+
+
+def test_a_process_without_a_group_is_told_so() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        VocabParallelSampler(make_table())
+
+
+# Ranks that fail.
+
+
+def step_and_fail(group: dist.ProcessGroup, mode: str, odd_one: int) -> tuple[Any, ...] | None:
+    """Ten steps; then the odd one does something else. The error that each rank gets: its ranks,
+    its text, after how many seconds, and whether the next call raises the same."""
+    table = make_table()
+    sampler = VocabParallelSampler(table, group, row_buckets=(4, 8), timeout=TIMEOUT)
+    slots = torch.tensor(
+        [table.admit(SamplingParams(logprobs=0), [i]) for i in range(3)], dtype=torch.int32
+    )
+    buffer = sampler.logits_buffer(8)
+    buffer.zero_()
+    for _ in range(10):
+        sampler(buffer[:3], slots)
+    is_odd = group.rank() == odd_one
+    dist.barrier(group)
+    call = {"logits": buffer[:3], "slots": slots}
+    if is_odd:
+        if mode == "killed":
+            os._exit(1)
+        if mode == "late":
+            time.sleep(BOUND)
+        if mode == "rows":
+            call = {"logits": buffer[:2], "slots": slots[:2]}
+        if mode == "bucket":
+            padding = torch.full((3,), -1, dtype=torch.int32)
+            call = {"logits": buffer[:6], "slots": torch.cat([slots, padding])}
+        if mode == "slots":
+            call["slots"] = slots.flip(0)
+        if mode == "inputs":
+            call["words"] = torch.zeros(3, dtype=torch.int64)
+        if mode == "parameters":
+            table.update(1, SamplingParams(temperature=0.5, logprobs=0))
+        if mode == "seed":
+            table.update(1, SamplingParams(seed=1, logprobs=0))
+        if mode == "another step":
+            table.state[2, 0] += 1
+        if mode == "another request":
+            table.release(2)
+            table.admit(SamplingParams(logprobs=0), [2], slot=2)
+    start = time.monotonic()
+    errors = []
+    for _ in range(2):
+        try:
+            sampler(**call)
+        except RankError as error:
+            errors.append(error)
+    assert len(errors) == 2
+    elapsed = time.monotonic() - start
+    state = used_state(table) if mode in ("rows", "slots", "bucket") else None
+    if state is not None:
+        assert table.positions[:3].tolist() == [11, 11, 11]  # nothing was done
+    return errors[0].ranks, str(errors[0]), elapsed, str(errors[0]) == str(errors[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("rows", "disagree in rows: 3 on rank 0, 3 on rank 1, 2 on rank 2"),
+        ("bucket", "disagree in rows"),
+        ("inputs", "disagree in inputs"),
+        ("slots", "rank 2 differs in slots"),
+        ("parameters", "rank 2 differs"),
+        ("seed", "rank 2 differs"),
+        ("another step", "rank 2 differs"),
+        ("another request", "rank 2 differs"),
+        ("late", "rank 2 did not reach it"),
+    ],
+)
+def test_a_rank_that_does_something_else_is_named(ranks: Ranks, mode: str, message: str) -> None:
+    found = ranks.run(step_and_fail, mode, 2, ranks=[0, 1, 2])
+    for named, text, elapsed, again in found:
+        assert named == (2,) and message in text and "step 11" in text, text
+        assert elapsed < BOUND and again
+    if mode == "late":
+        assert "does not answer" not in found[0][1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_is_killed_is_named(size: int) -> None:
+    pool = Ranks(size)
+    try:
+        found = pool.run(step_and_fail, "killed", size - 1)
+    finally:
+        pool.close()
+    assert found[-1] is None
+    for named, text, elapsed, again in found[:-1]:
+        assert named == (size - 1,) and f"the process of rank {size - 1} does not answer" in text
+        assert elapsed < BOUND and again

@@ -1,4 +1,4 @@
-"""What the ranks of a group must have in common, checked once when a sampler is made."""
+"""What the ranks of a group must have in common: when a sampler is made, and in every step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from graphed_sampling.distributed.collectives import Collectives
+from graphed_sampling.distributed.fingerprint import Fingerprint
+from graphed_sampling.distributed.watchdog import StepHeader, Watchdog
 from graphed_sampling.table import RequestTable
 
 
@@ -99,3 +104,59 @@ def describe_table(
         "table's device": device.type,
         "timeout": float(timeout),
     }
+
+
+class StepAgreement:
+    """That all ranks take the same steps of one sampler.
+
+    rows: of the largest step. compared_ranks: those whose fingerprints reach this rank in a step.
+    name: of the sampler, see `Watchdog`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        table: RequestTable,
+        rows: int,
+        compared_ranks: Sequence[int],
+        timeout: float,
+        name: str,
+    ) -> None:
+        self.watchdog = Watchdog(group, table.device, timeout, name)
+        self.collectives = Collectives(group, table.device, self.watchdog)
+        self.fingerprint = Fingerprint(table, rows, compared_ranks)
+        self._header = StepHeader(0, 0, 0, 0)
+
+    def enter(self, rows: int, bucket: int, inputs: int) -> None:
+        """A step begins. RankError where one before it has failed, as far as the host knows."""
+        step = self._header.step + 1
+        differing = self.fingerprint.differing_ranks()
+        if differing:
+            self.watchdog.fail(
+                f"before step {step}: rank {', '.join(map(str, differing))} and rank "
+                f"{self.collectives.rank} stepped other slots, parameters or states of requests",
+                differing,
+            )
+        header = StepHeader(step, rows, bucket, inputs)
+        self.watchdog.enter(header)
+        self._header = header
+
+    def confirm(self, slots: Tensor, given: Tensor | None = None) -> None:
+        """On the CPU, before anything is done: RankError unless all ranks are about to do the same.
+
+        slots, given: as `Fingerprint` takes them.
+        """
+        own = torch.tensor([*self._header[:-1], int(self.fingerprint(slots, given))])
+        told = torch.zeros(self.collectives.size, len(own), dtype=torch.int64)
+        self.collectives.all_gather(told.view(-1), own)
+        headers = {rank: StepHeader(*row) for rank, row in enumerate(told.tolist())}
+        disagreement = self.watchdog.disagreement(headers)
+        if disagreement is not None:
+            raise disagreement
+
+    def leave(self) -> None:
+        """The step is done, or on a GPU enqueued on the current stream."""
+        self.watchdog.leave()
+
+    def close(self) -> None:
+        self.watchdog.close()

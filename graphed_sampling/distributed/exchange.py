@@ -13,20 +13,17 @@ import torch
 from torch import Tensor
 
 from graphed_sampling.distributed.collectives import Collectives
-from graphed_sampling.distributed.fingerprint import Fingerprint
+from graphed_sampling.distributed.fingerprint import MARK_WORDS, Fingerprint
 from graphed_sampling.distributed.shards import VocabRanges
 from graphed_sampling.sampler import StepOutput, TableStep, new_output
 from graphed_sampling.table import RequestTable
-
-_MARK_WORDS = 4
-"""Behind a rank's records: its fingerprint of the step, and two words for the alignment."""
 
 
 class ExchangeStep:
     """`TableStep` for logits that are sharded.
 
     rows: of the largest step, a multiple of the number of ranks, as all steps are. widths: of the
-    ranks' logits.
+    ranks' logits. fingerprint: compared with all ranks'.
     """
 
     def __init__(
@@ -39,9 +36,10 @@ class ExchangeStep:
         vocab_ranges: VocabRanges,
         widths: list[int],
         collectives: Collectives,
+        fingerprint: Fingerprint,
     ) -> None:
         self.table = table
-        self._collectives = collectives
+        self._collectives, self._fingerprint = collectives, fingerprint
         self._ranges, self._widths = vocab_ranges, widths
         size, rank = collectives.size, collectives.rank
         self._own_rows = rows // size
@@ -57,35 +55,18 @@ class ExchangeStep:
             start == min(i * width, table.vocab_size) for i, (start, _) in enumerate(vocab_ranges)
         )
         full_width = size * width if self._even else table.vocab_size
-        record_words = table.layout.output_words
+        sent_words = MARK_WORDS + self._own_rows * table.layout.output_words
         with torch.inference_mode(False), torch.device(table.device):
             self._received = torch.zeros(self._own_rows * sum(widths), dtype=logits_dtype)
             self._full = torch.zeros(self._own_rows, full_width, dtype=logits_dtype)
             self._others = torch.full((rows,), -1, dtype=torch.int32)
-            self._sent = torch.zeros(self._own_rows * record_words + _MARK_WORDS, dtype=torch.int32)
-            self._gathered = torch.zeros(size * self._sent.numel(), dtype=torch.int32)
-            self._rank_bits = 1 << torch.arange(size)
-            # Bits of the ranks that stepped something else, never cleared; and where the host sees
-            # them without waiting.
-            self._differing = torch.zeros(1, dtype=torch.int64)
-        self._told_differing = torch.zeros(
-            1, dtype=torch.int64, device="cpu", pin_memory=table.device.type == "cuda"
-        )
-        records = self._sent[: self._own_rows * record_words].view(-1, record_words)
+            self._sent = torch.zeros(sent_words, dtype=torch.int32)
+            self._gathered = torch.zeros(size * sent_words, dtype=torch.int32)
+        records = self._sent[MARK_WORDS:].view(self._own_rows, -1)
         self._inner.output = StepOutput(records, table.layout)
-        self._fingerprint = Fingerprint(table, rows)
 
     def check_words(self, words: Tensor | None) -> None:
         self._inner.check_words(words)
-
-    def differing_ranks(self) -> list[int]:
-        """Ranks that in a step that has ended did something else than this one."""
-        bits = int(self._told_differing)
-        return [rank for rank in range(self._collectives.size) if bits >> rank & 1]
-
-    def fingerprint(self, slots: Tensor, given: Tensor) -> Tensor:
-        """int64 [1]: of the step to come."""
-        return self._fingerprint(slots, given)
 
     def __call__(
         self,
@@ -100,10 +81,9 @@ class ExchangeStep:
         rows, size = slots.shape[0], self._collectives.size
         count = rows // size
         own = slice(self._rank * count, (self._rank + 1) * count)
-        record_words = self.table.layout.output_words
-        mark = count * record_words
-        sent = self._sent[: mark + _MARK_WORDS]
-        sent[mark : mark + 2].view(torch.int64).copy_(self._fingerprint(slots, given))
+        sent = self._sent[: MARK_WORDS + count * self.table.layout.output_words]
+        fingerprint = self._fingerprint(slots, given)
+        sent[:2].view(torch.int64).copy_(fingerprint)
         self._inner(
             self._exchange_logits(logits, count),
             slots[own],
@@ -115,11 +95,8 @@ class ExchangeStep:
         self._collectives.all_gather(gathered, sent)
         by_rank = gathered.view(size, -1)
         records = self.output.record[:rows]
-        records.view(size, mark).copy_(by_rank[:, :mark])
-        marks = by_rank[:, mark : mark + 2].contiguous().view(torch.int64)[:, 0]
-        differs = (marks != marks[self._rank]) * self._rank_bits
-        self._differing.bitwise_or_(differs.sum(0, keepdim=True))
-        self._told_differing.copy_(self._differing, non_blocking=True)
+        records.view(size, -1).copy_(by_rank[:, MARK_WORDS:])
+        self._fingerprint.compare(by_rank, fingerprint)
         others = self._others[:rows]
         others.copy_(slots)
         others[own].fill_(-1)

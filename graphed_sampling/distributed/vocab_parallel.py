@@ -12,14 +12,13 @@ from torch import Tensor
 from graphed_sampling import backends
 from graphed_sampling.distributed.agreement import (
     Description,
+    StepAgreement,
     describe_table,
     describe_to_all,
     member_group,
 )
-from graphed_sampling.distributed.collectives import Collectives
 from graphed_sampling.distributed.exchange import ExchangeStep
 from graphed_sampling.distributed.shards import VocabRanges, check_vocab_ranges
-from graphed_sampling.distributed.watchdog import StepHeader, Watchdog
 from graphed_sampling.graph import BucketedSampler, check_buckets, check_dtype, check_width
 from graphed_sampling.table import RequestTable, device_guard
 
@@ -96,33 +95,36 @@ class VocabParallelSampler(BucketedSampler):
         self.group, self.vocab_ranges, self.transport = group, ranges, "exchange"
         buckets = tuple(sorted({-(-rows // size) * size for rows in buckets}))
         widths = [own["width"] for own in told]
-        self._watchdog = Watchdog(group, table.device, timeout, told[0]["name"])
-        self._collectives = Collectives(group, table.device, self._watchdog)
-        self._num_steps = 0
-        self._header = StepHeader(0, 0, 0, 0)
-        # Captures use the communicator, which must be there before.
         with device_guard(table.device):
-            self._collectives.warm_up(table.device)
-
-        def new_step(rows: int) -> ExchangeStep:
-            self._exchange = ExchangeStep(
-                self, table, backend, rows, logits_dtype, ranges, widths, self._collectives
+            self._agreement = StepAgreement(
+                group, table, buckets[-1], range(size), timeout, told[0]["name"]
             )
-            return self._exchange
+            # Captures use the communicator, which must be there before.
+            self._agreement.collectives.warm_up(table.device)
 
         super().__init__(
             table,
             buckets,
             logits_dtype,
             width,
-            new_step,
+            lambda rows: ExchangeStep(
+                self,
+                table,
+                backend,
+                rows,
+                logits_dtype,
+                ranges,
+                widths,
+                self._agreement.collectives,
+                self._agreement.fingerprint,
+            ),
             least_width=ranges[rank][1] - ranges[rank][0],
             pads=True,
         )
 
     def close(self) -> None:
         """Stop watching the other ranks; it comes by itself when the sampler goes."""
-        self._watchdog.close()
+        self._agreement.close()
 
     def _padded_step(
         self,
@@ -135,32 +137,12 @@ class VocabParallelSampler(BucketedSampler):
         rows = logits.shape[0]
         if rows == 0:
             return
-        differing = self._exchange.differing_ranks()
-        if differing:
-            self._watchdog.fail(
-                f"before step {self._num_steps + 1}: rank {', '.join(map(str, differing))} and "
-                f"rank {self._collectives.rank} stepped different slots, parameters or states",
-                differing,
-            )
         inputs = 2 * (grammar_bitmask is not None) + (words is not None)
-        self._header = StepHeader(self._num_steps + 1, rows, bucket, inputs)
-        self._watchdog.enter(self._header)
-        self._num_steps += 1
+        self._agreement.enter(rows, bucket, inputs)
         super()._padded_step(logits, slots, grammar_bitmask, words, bucket)
-        self._watchdog.leave()
+        self._agreement.leave()
 
     def _run(self, bucket: int) -> None:
         if not self._uses_graphs:
-            self._agree(bucket)
+            self._agreement.confirm(self._inputs.slots[:bucket], self._given)
         super()._run(bucket)
-
-    def _agree(self, bucket: int) -> None:
-        """RankError unless all ranks are about to do the same; before anything is done."""
-        fingerprint = self._exchange.fingerprint(self._inputs.slots[:bucket], self._given)
-        own = torch.tensor([*self._header[:-1], int(fingerprint)])
-        told = torch.zeros(self._collectives.size, len(own), dtype=torch.int64)
-        self._collectives.all_gather(told.view(-1), own)
-        headers = {rank: StepHeader(*row) for rank, row in enumerate(told.tolist())}
-        disagreement = self._watchdog.disagreement(headers)
-        if disagreement is not None:
-            raise disagreement
