@@ -86,7 +86,7 @@ class BucketedSampler:
         self.row_buckets = row_buckets
         self.logits_dtype, self.logits_width = logits_dtype, logits_width
         rows = row_buckets[-1]
-        start, bytes_before = time.perf_counter(), self._device_bytes()
+        start, bytes_before = time.perf_counter(), _device_bytes(self.device)
         self._step = new_step(rows)
         self.backend = self._step.backend
         self._uses_graphs = self.device.type == "cuda"
@@ -111,10 +111,12 @@ class BucketedSampler:
             self._outputs: dict[int, StepOutput] = {}
             captures: tuple[BucketCapture, ...] = ()
             if self._uses_graphs:
-                with _CAPTURE_LOCK:
-                    captures = self._capture()
+                # All slots are -1 here, so that these steps write nothing.
+                self._graphs, captures = capture_graphs(
+                    self.device, self.row_buckets, self._step_of_bucket
+                )
         self.capture_report = CaptureReport(
-            captures, time.perf_counter() - start, self._device_bytes() - bytes_before
+            captures, time.perf_counter() - start, _device_bytes(self.device) - bytes_before
         )
 
     def logits_buffer(self, n: int) -> Tensor:
@@ -123,7 +125,7 @@ class BucketedSampler:
         """
         if as_int("n", n, "an integer >= 0") < 0:
             raise ValueError(f"n = {n} is not accepted: it must be an integer >= 0")
-        self._bucket_of(n)
+        bucket_of(n, self.row_buckets)
         # Detached: what autograd notes of a write to it must not stay with the buffer.
         return self._logits.detach()[:n]
 
@@ -149,7 +151,7 @@ class BucketedSampler:
             raise ValueError(
                 f"logits have {logits.shape[1]} columns: captured were {self.logits_width}"
             )
-        bucket = self._bucket_of(n)
+        bucket = bucket_of(n, self.row_buckets)
         if logits.requires_grad:
             logits = logits.detach()  # nothing here is differentiable
         if self._pads:
@@ -221,43 +223,49 @@ class BucketedSampler:
             self._given,
         )
 
-    def _capture(self) -> tuple[BucketCapture, ...]:
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        captures = []
+
+def bucket_of(n: int, row_buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds n rows; ValueError where none does."""
+    if n > row_buckets[-1]:
+        raise ValueError(
+            f"{n} rows are more than the largest bucket, {row_buckets[-1]}: "
+            "make the sampler with larger row_buckets"
+        )
+    return row_buckets[bisect_left(row_buckets, n)]
+
+
+def capture_graphs(
+    device: torch.device, row_buckets: Sequence[int], step: Callable[[int], None]
+) -> tuple[dict[int, torch.cuda.CUDAGraph], tuple[BucketCapture, ...]]:
+    """A graph of step(rows) for each bucket, in one private pool, on the current device.
+
+    Warm-up runs the steps too, and they are captured on a stream that follows the current one.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs, captures = {}, []
+    with _CAPTURE_LOCK:
         # The largest first: smaller buckets then fit into the memory that its capture left.
-        for rows in reversed(self.row_buckets):
-            start, bytes_before = time.perf_counter(), self._device_bytes()
+        for rows in reversed(row_buckets):
+            start, bytes_before = time.perf_counter(), _device_bytes(device)
             with torch.cuda.stream(stream):
-                # All slots are -1 here, so that these steps write nothing.
                 for _ in range(_WARM_UP_STEPS):
-                    self._step_of_bucket(rows)
-            graph = torch.cuda.CUDAGraph()
+                    step(rows)
+            graphs[rows] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                graphs[rows], pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
-                self._step_of_bucket(rows)
-            self._graphs[rows] = graph
-            captures.append(
-                BucketCapture(
-                    rows, time.perf_counter() - start, self._device_bytes() - bytes_before
-                )
-            )
-        torch.cuda.current_stream().wait_stream(stream)
-        return tuple(reversed(captures))
+                step(rows)
+            seconds = time.perf_counter() - start
+            captures.append(BucketCapture(rows, seconds, _device_bytes(device) - bytes_before))
+    torch.cuda.current_stream().wait_stream(stream)
+    return graphs, tuple(reversed(captures))
 
-    def _device_bytes(self) -> int:
-        """Device memory taken by torch's allocator, graphs' pools included."""
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
-    def _bucket_of(self, n: int) -> int:
-        if n > self.row_buckets[-1]:
-            raise ValueError(
-                f"{n} rows are more than the largest bucket, {self.row_buckets[-1]}: "
-                "make the sampler with larger row_buckets"
-            )
-        return self.row_buckets[bisect_left(self.row_buckets, n)]
+def _device_bytes(device: torch.device) -> int:
+    """Device memory taken by torch's allocator, graphs' pools included."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 class GraphedSampler(BucketedSampler):

@@ -226,6 +226,12 @@ class StepInputs:
         return ring
 
 
+def register_refusals(owner: object, table: RequestTable, backend: str) -> None:
+    """While `owner` lives, the table refuses what the backend lacks."""
+    module = backends.module(backend)
+    table.register_refusals(owner, backend, module.REFUSES, getattr(module, "REMEDIES", {}))
+
+
 class TableStep:
     """The op `sample_step` bound to a table and a backend, with the memory that it writes to.
 
@@ -244,10 +250,9 @@ class TableStep:
         self.table = table
         self.backend = backends.resolve(backend, table.device)
         module = backends.module(self.backend)
-        remedies = getattr(module, "REMEDIES", {})
-        table.register_refusals(owner, self.backend, module.REFUSES, remedies)
+        register_refusals(owner, table, self.backend)
         self.takes_words = "words" not in module.REFUSES
-        self._about_words = remedies.get("words", "")
+        self._about_words = getattr(module, "REMEDIES", {}).get("words", "")
         module.warm_up(table.layout, table.device, logits_dtypes)
         self._layout = table.layout.to_ints()
         self.output = new_output(table, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,12 @@ from histories import History, used_state
 from ranks import Ranks
 
 from graphed_sampling import RequestTable, RowFlags, Sampler, SamplingParams, backends
-from graphed_sampling.distributed import RankError, VocabParallelSampler, even_vocab_ranges
+from graphed_sampling.distributed import (
+    RankError,
+    SingleRankSampler,
+    VocabParallelSampler,
+    even_vocab_ranges,
+)
 from graphed_sampling.distributed.shards import check_vocab_ranges
 
 V = 70
@@ -174,11 +180,118 @@ def test_nothing_and_what_is_refused(ranks: Ranks) -> None:
     ranks.run(step_nothing, ranks=[1, 2])
 
 
+# One rank samples.
+
+
+def listen(group: dist.ProcessGroup, backend: str, source: int, reports: bool) -> dict[str, int]:
+    """Steps of a random history that one rank takes, compared with those of one device."""
+
+    def supported(params: SamplingParams) -> SamplingParams:
+        quiet = {} if reports else {"logprobs": None, "rank": False, "logprob_token_ids": ()}
+        return replace(params, **quiet)
+
+    is_source = group.rank() == source
+    history = History(source, V, 7, supported=supported)
+    table, expected_table = history.table(), history.table()
+    sampler = SingleRankSampler(table, group, source, row_buckets=(2, 5, 6), backend=backend)
+    single = Sampler(expected_table, backend)
+    sizes: set[int] = set()
+    broadcast = sampler._agreement.collectives.broadcast
+
+    def spy(tensor: torch.Tensor, source: int) -> None:
+        sizes.add(tensor.numel() * tensor.element_size())
+        broadcast(tensor, source)
+
+    sampler._agreement.collectives.broadcast = spy  # type: ignore[method-assign]
+    counts = {"rows": 0, "finished": 0, "least bytes": 0, "most bytes": 0}
+    for number in range(60):
+        history.change(table, expected_table)
+        inputs = history.step(1 + number % 6)
+        expected = single(inputs.logits, inputs.slots, **inputs.optional)
+        if is_source:
+            logits = inputs.logits
+            if number % 2:
+                logits = sampler.logits_buffer(len(logits))
+                logits.copy_(inputs.logits)
+            output = sampler(logits, inputs.slots, **inputs.optional)
+        else:
+            output = sampler(None, inputs.slots)
+        assert torch.equal(output.record, expected.record), number
+        assert torch.equal(used_state(table), used_state(expected_table)), number
+        counts["rows"] += int((output.token_ids >= 0).sum())
+        counts["finished"] += int((output.finish_reason > 0).sum())
+    assert sampler(torch.zeros(0, V) if is_source else None, inputs.slots[:0]).flags.shape == (0,)
+    for wrong in (None, torch.zeros(3, V)):
+        if is_source == (wrong is None):
+            with pytest.raises(ValueError, match="logits are"):
+                sampler(wrong, torch.full((3,), -1, dtype=torch.int32))
+    for slots in (torch.zeros(7, dtype=torch.int32), torch.tensor([9]).int(), torch.zeros(1)):
+        with pytest.raises(ValueError, match=r"largest bucket|slots"):
+            sampler(torch.zeros(len(slots), V) if is_source else None, slots)
+    if not is_source:
+        with pytest.raises(ValueError, match="logits are the source's"):
+            sampler.logits_buffer(1)
+    return counts | {"least bytes": min(sizes), "most bytes": max(sizes)}
+
+
+@pytest.mark.parametrize("source", [0, 2])
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_all_ranks_hear_what_one_has_sampled(
+    ranks: Ranks, backend: str, reports: bool, source: int
+) -> None:
+    found = ranks.run(listen, backend, source, reports, ranks=[0, 1, 2])
+    assert found[0]["rows"] > 60 and found[0]["finished"] > 0
+    assert all(counts == found[0] for counts in found)
+    if not reports:
+        assert found[0]["least bytes"] == 16 * 2 + 16 and found[0]["most bytes"] == 16 * 6 + 16
+    else:
+        assert found[0]["most bytes"] == 4 * 6 * History(0, V, 7).table().layout.output_words + 16
+
+
+def listen_and_fail(group: dist.ProcessGroup, mode: str, odd_one: int) -> tuple[Any, ...]:
+    """As `step_and_fail`, of a sampler whose source is rank 0."""
+    table = make_table()
+    sampler = SingleRankSampler(table, group, timeout=TIMEOUT)
+    slots = torch.tensor([table.admit(SamplingParams(), [i]) for i in range(3)], dtype=torch.int32)
+    logits = torch.zeros(3, V) if group.rank() == 0 else None
+    for _ in range(10):
+        sampler(logits, slots)
+    if group.rank() == odd_one:
+        if mode == "late":
+            time.sleep(BOUND)
+        if mode == "slots":
+            slots = slots.flip(0)
+        if mode == "reports":
+            table.update(0, SamplingParams(logprobs=0))
+    start = time.monotonic()
+    errors = []
+    for _ in range(2):
+        try:
+            sampler(logits, slots)
+        except RankError as error:
+            errors.append(error)
+    return errors[0].ranks, str(errors[0]), time.monotonic() - start, len(errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "odd_one"), [("slots", 0), ("slots", 1), ("reports", 2), ("late", 0)]
+)
+def test_a_rank_that_listens_for_something_else_is_named(
+    ranks: Ranks, mode: str, odd_one: int
+) -> None:
+    for named, text, elapsed, again in ranks.run(listen_and_fail, mode, odd_one, ranks=[0, 1, 2]):
+        assert named == (odd_one,), text
+        assert "step 11" in text and elapsed < BOUND and again
+
+
 # Ranks that are not alike.
 
 
 def make_table(**changes: Any) -> RequestTable:
-    return RequestTable(4, V, device="cpu", **({"seed": 3, "penalties": False, "eos_token_ids": (5,)} | changes))
+    return RequestTable(
+        4, V, device="cpu", **({"seed": 3, "penalties": False, "eos_token_ids": (5,)} | changes)
+    )
 
 
 def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str, str]:

@@ -10,11 +10,13 @@ All of it runs on `torch.distributed`: NCCL or symmetric memory between GPUs, gl
 """
 
 from graphed_sampling.distributed.shards import even_vocab_ranges
+from graphed_sampling.distributed.single_rank import SingleRankSampler
 from graphed_sampling.distributed.vocab_parallel import VocabParallelSampler
 from graphed_sampling.distributed.watchdog import RankError
 
 __all__ = [
     "RankError",
+    "SingleRankSampler",
     "VocabParallelSampler",
     "even_vocab_ranges",
 ]

@@ -46,7 +46,10 @@ class Fingerprint:
             self._told = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
 
     def __call__(self, slots: Tensor, given: Tensor | None = None) -> Tensor:
-        """int64 [1]. slots: int32 [n]; given: int32 [2], as `sample_step` takes it."""
+        """int64 [1], 0 where all rows are padding.
+
+        slots: int32 [n]; given: int32 [2], as `sample_step` takes it.
+        """
         outside = (slots < 0) | (slots >= self._max_requests)
         slot = slots.long().masked_fill_(outside, self._max_requests)
         words = torch.cat(
