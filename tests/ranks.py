@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+RUN_TIMEOUT = 300.0
+"""Seconds for a run: a first one may compile for more than a minute."""
 
 
 class Ranks:
@@ -27,6 +29,7 @@ class Ranks:
         self.size = size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
+        self._runs = 0
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -45,16 +48,18 @@ class Ranks:
         """What the function returns on each rank, None where the process ended meanwhile; ranks:
         those that make the group, default all. AssertionError with the trace of one that raised."""
         members = list(range(self.size)) if ranks is None else list(ranks)
+        self._runs += 1
         for pipe in self._pipes:
             with suppress(OSError):
-                pipe.send((function, arguments, members))
+                pipe.send((self._runs, function, arguments, members))
         results: list[Any] = []
         failures = []
         for rank in range(self.size):
             try:
-                if not self._pipes[rank].poll(120):
-                    raise AssertionError(f"rank {rank} hangs")
-                failed, result = self._pipes[rank].recv()
+                run = 0
+                while run < self._runs:  # what an earlier one still had to say is of no interest
+                    assert self._pipes[rank].poll(RUN_TIMEOUT), f"rank {rank} hangs"
+                    run, failed, result = self._pipes[rank].recv()
             except (EOFError, OSError):
                 failed, result = False, None
             if failed:
@@ -78,7 +83,7 @@ def _serve(pipe: Connection, port: int, rank: int, size: int, backend: str) -> N
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while True:
         try:
-            function, arguments, members = pipe.recv()
+            run, function, arguments, members = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         failed, result = False, None
@@ -88,4 +93,4 @@ def _serve(pipe: Connection, port: int, rank: int, size: int, backend: str) -> N
                 result = function(group, *arguments)
         except BaseException:
             failed, result = True, traceback.format_exc()
-        pipe.send((failed, result))
+        pipe.send((run, failed, result))

@@ -9,6 +9,7 @@
 All of it runs on `torch.distributed`: NCCL or symmetric memory between GPUs, gloo between CPUs.
 """
 
+from graphed_sampling.distributed.logprobs import vocab_parallel_prompt_logprobs
 from graphed_sampling.distributed.shards import even_vocab_ranges
 from graphed_sampling.distributed.single_rank import SingleRankSampler
 from graphed_sampling.distributed.vocab_parallel import VocabParallelSampler
@@ -19,4 +20,5 @@ __all__ = [
     "SingleRankSampler",
     "VocabParallelSampler",
     "even_vocab_ranges",
+    "vocab_parallel_prompt_logprobs",
 ]

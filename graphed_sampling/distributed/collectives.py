@@ -14,7 +14,7 @@ from graphed_sampling.distributed.watchdog import Watchdog
 
 # Newer versions of torch have another name for it.
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_all_gather: Callable[..., Any] = getattr(dist, _NAME)
+all_gather_single: Callable[..., Any] = getattr(dist, _NAME)
 
 
 class Collectives:
@@ -39,7 +39,7 @@ class Collectives:
 
     def all_gather(self, received: Tensor, sent: Tensor) -> None:
         """Every rank's `sent`, in the order of the ranks."""
-        self._do(_all_gather, received, sent)
+        self._do(all_gather_single, received, sent)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """source: a rank of the group."""

@@ -3,8 +3,8 @@
     source   logits  --a step-->  records  --broadcast-->
     others                                 --apply_records-->  the same state, the same outputs
 
-While no admitted request wants logprobs or ranks, 16 bytes for each row of the bucket are broadcast,
-and 16 more; else whole records, `table.layout.output_words` words a row.
+While no admitted request wants logprobs or ranks, 16 bytes for each row of the bucket are sent, and
+16 more; else whole records, `table.layout.output_words` words a row.
 """
 
 from __future__ import annotations
