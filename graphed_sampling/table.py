@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -151,6 +152,8 @@ class RequestTable:
         self.num_reporting = 0
         """How many admitted requests want logprobs or ranks."""
         self._generations = np.zeros(max_requests, np.int32)
+        # Of all that was told of each slot's request; the last one is padding rows'.
+        self._digests = np.zeros(max_requests + 1, np.uint32)
         # A heap of slots, each at most once; those that were taken by name are skipped.
         self._free = list(range(max_requests))
         self._in_free = [True] * max_requests
@@ -245,6 +248,7 @@ class RequestTable:
             self._generations[slot] = generation
             self._requests[slot] = request
             self.num_reporting += params.reports
+            self._digests[slot] = zlib.crc32(state.payload.data, zlib.crc32(record.payload.data))
             self._admitted[slot] = True
             self.tenancy += 1
         return slot
@@ -268,7 +272,9 @@ class RequestTable:
             self._check_supported(params)
             seed = old.seed if params.seed is None else params.seed & _MASK64
             request = AdmittedRequest(params, seed, old.generation, old.num_output_tokens)
-            self._dirty_params[slot] = self._pack_params(slot, request)
+            record = self._pack_params(slot, request)
+            self._dirty_params[slot] = record
+            self._digests[slot] = zlib.crc32(record.payload.data, int(self._digests[slot]))
             self.num_reporting += params.reports - old.params.reports
             self._requests[slot] = request
 
@@ -330,6 +336,11 @@ class RequestTable:
         with self._lock:
             self._check_slots(slots)
             return SlotClaim(slots.copy(), self._generations[slots], self.tenancy)
+
+    def fingerprint(self, slots: npt.NDArray[np.int32]) -> int:
+        """Of slots, which were checked, and of what was told of their requests: equal on tables
+        that were told the same."""
+        return zlib.crc32(self._digests[slots].tobytes(), zlib.crc32(slots.tobytes()))
 
     def _check_slots(self, slots: npt.NDArray[np.int32]) -> None:
         if not slots.size:

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from graphed_sampling.distributed.collectives import Collectives
-from graphed_sampling.distributed.fingerprint import Fingerprint
 from graphed_sampling.distributed.watchdog import StepHeader, Watchdog
-from graphed_sampling.table import RequestTable
+from graphed_sampling.table import RequestTable, SlotClaim
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -109,44 +107,37 @@ def describe_table(
 class StepAgreement:
     """That all ranks take the same steps of one sampler.
 
-    rows: of the largest step. compared_ranks: those whose fingerprints reach this rank in a step.
-    name: of the sampler, see `Watchdog`.
+    name, aborts: see `Watchdog`.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         table: RequestTable,
-        rows: int,
-        compared_ranks: Sequence[int],
         timeout: float,
         name: str,
+        *,
+        aborts: bool = True,
     ) -> None:
-        self.watchdog = Watchdog(group, table.device, timeout, name)
+        self.watchdog = Watchdog(group, table.device, timeout, name, aborts=aborts)
         self.collectives = Collectives(group, table.device, self.watchdog)
-        self.fingerprint = Fingerprint(table, rows, compared_ranks)
-        self._header = StepHeader(0, 0, 0, 0)
+        self._table = table
+        self._header = StepHeader(0, 0, 0, 0, 0)
 
-    def enter(self, rows: int, bucket: int, inputs: int) -> None:
-        """A step begins. RankError where one before it has failed, as far as the host knows."""
-        step = self._header.step + 1
-        differing = self.fingerprint.differing_ranks()
-        if differing:
-            self.watchdog.fail(
-                f"before step {step}: rank {', '.join(map(str, differing))} and rank "
-                f"{self.collectives.rank} stepped other slots, parameters or states of requests",
-                differing,
-            )
-        header = StepHeader(step, rows, bucket, inputs)
+    def enter(self, rows: int, bucket: int, inputs: int, claim: SlotClaim | None) -> None:
+        """A step begins. RankError where one before it has failed, as far as the host knows.
+
+        inputs: a number that says which optional ones there are. claim: of the slots, None where
+        they are on a GPU: what these are is not compared.
+        """
+        fingerprint = 0 if claim is None else self._table.fingerprint(claim.slots)
+        header = StepHeader(self._header.step + 1, rows, bucket, inputs, fingerprint)
         self.watchdog.enter(header)
         self._header = header
 
-    def confirm(self, slots: Tensor, given: Tensor | None = None) -> None:
-        """On the CPU, before anything is done: RankError unless all ranks are about to do the same.
-
-        slots, given: as `Fingerprint` takes them.
-        """
-        own = torch.tensor([*self._header[:-1], int(self.fingerprint(slots, given))])
+    def confirm(self) -> None:
+        """On the CPU, before anything is done: RankError unless all ranks have entered the same."""
+        own = torch.tensor(self._header)
         told = torch.zeros(self.collectives.size, len(own), dtype=torch.int64)
         self.collectives.all_gather(told.view(-1), own)
         headers = {rank: StepHeader(*row) for rank, row in enumerate(told.tolist())}

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from graphed_sampling.distributed.collectives import Collectives
-from graphed_sampling.distributed.fingerprint import MARK_WORDS, Fingerprint
 from graphed_sampling.distributed.shards import VocabRanges
-from graphed_sampling.sampler import StepOutput, TableStep, new_output
+from graphed_sampling.sampler import TableStep, new_output
 from graphed_sampling.table import RequestTable
 
 
@@ -23,7 +22,7 @@ class ExchangeStep:
     """`TableStep` for logits that are sharded.
 
     rows: of the largest step, a multiple of the number of ranks, as all steps are. widths: of the
-    ranks' logits. fingerprint: compared with all ranks'.
+    ranks' logits.
     """
 
     def __init__(
@@ -36,10 +35,9 @@ class ExchangeStep:
         vocab_ranges: VocabRanges,
         widths: list[int],
         collectives: Collectives,
-        fingerprint: Fingerprint,
     ) -> None:
         self.table = table
-        self._collectives, self._fingerprint = collectives, fingerprint
+        self._collectives = collectives
         self._ranges, self._widths = vocab_ranges, widths
         size, rank = collectives.size, collectives.rank
         self._own_rows = rows // size
@@ -55,15 +53,10 @@ class ExchangeStep:
             start == min(i * width, table.vocab_size) for i, (start, _) in enumerate(vocab_ranges)
         )
         full_width = size * width if self._even else table.vocab_size
-        sent_words = MARK_WORDS + self._own_rows * table.layout.output_words
         with torch.inference_mode(False), torch.device(table.device):
             self._received = torch.zeros(self._own_rows * sum(widths), dtype=logits_dtype)
             self._full = torch.zeros(self._own_rows, full_width, dtype=logits_dtype)
             self._others = torch.full((rows,), -1, dtype=torch.int32)
-            self._sent = torch.zeros(sent_words, dtype=torch.int32)
-            self._gathered = torch.zeros(size * sent_words, dtype=torch.int32)
-        records = self._sent[MARK_WORDS:].view(self._own_rows, -1)
-        self._inner.output = StepOutput(records, table.layout)
 
     def check_words(self, words: Tensor | None) -> None:
         self._inner.check_words(words)
@@ -77,13 +70,9 @@ class ExchangeStep:
         given: Tensor | None = None,
     ) -> None:
         """logits: contiguous [rows, width of this rank]."""
-        assert given is not None
-        rows, size = slots.shape[0], self._collectives.size
-        count = rows // size
+        rows = slots.shape[0]
+        count = rows // self._collectives.size
         own = slice(self._rank * count, (self._rank + 1) * count)
-        sent = self._sent[: MARK_WORDS + count * self.table.layout.output_words]
-        fingerprint = self._fingerprint(slots, given)
-        sent[:2].view(torch.int64).copy_(fingerprint)
         self._inner(
             self._exchange_logits(logits, count),
             slots[own],
@@ -91,12 +80,8 @@ class ExchangeStep:
             None if words is None else words[own],
             given,
         )
-        gathered = self._gathered[: size * sent.numel()]
-        self._collectives.all_gather(gathered, sent)
-        by_rank = gathered.view(size, -1)
         records = self.output.record[:rows]
-        records.view(size, -1).copy_(by_rank[:, MARK_WORDS:])
-        self._fingerprint.compare(by_rank, fingerprint)
+        self._collectives.all_gather(records.view(-1), self._inner.output.record[:count].view(-1))
         others = self._others[:rows]
         others.copy_(slots)
         others[own].fill_(-1)

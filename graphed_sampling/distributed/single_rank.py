@@ -3,8 +3,8 @@
     source   logits  --a step-->  records  --broadcast-->
     others                                 --apply_records-->  the same state, the same outputs
 
-While no admitted request wants logprobs or ranks, 16 bytes for each row of the bucket are sent, and
-16 more; else whole records, `table.layout.output_words` words a row.
+While no admitted request wants logprobs or ranks, 16 bytes for each row of the bucket are sent,
+else whole records, `table.layout.output_words` words a row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from graphed_sampling.distributed.agreement import (
     member_group,
 )
 from graphed_sampling.distributed.collectives import Collectives
-from graphed_sampling.distributed.fingerprint import MARK_WORDS, Fingerprint
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.graph import (
     BucketedSampler,
@@ -109,9 +108,7 @@ class SingleRankSampler:
         self.table, self.group, self.source_rank = table, group, source_rank
         self.row_buckets, self.backend = buckets, backend
         with device_guard(table.device):
-            self._agreement = StepAgreement(
-                group, table, buckets[-1], (source_rank,), timeout, told[0]["name"]
-            )
+            self._agreement = StepAgreement(group, table, timeout, told[0]["name"])
             self._agreement.collectives.warm_up(table.device)
             self._channel = _Channel(
                 self._agreement.collectives, source_rank, table.device, overlap=overlap
@@ -201,33 +198,20 @@ class _Channel:
 
 
 class _Packets:
-    """What is broadcast of a step: whole records, or what matters while nobody wants a report.
-
-    Each begins with the source's fingerprint. int32 [MARK_WORDS + rows * words]
-    """
+    """What is broadcast of a step: whole records, or what matters while nobody wants a report."""
 
     def __init__(self, table: RequestTable, rows: int) -> None:
-        self._words = table.layout.output_words
-        with torch.inference_mode(False), torch.device(table.device):
-            self._whole = torch.zeros(MARK_WORDS + rows * self._words, dtype=torch.int32)
-            self._brief = torch.zeros(MARK_WORDS + rows * _BRIEF_WORDS, dtype=torch.int32)
+        self.records = new_output(table, rows).record
+        with torch.inference_mode(False):
+            self._brief = self.records.new_zeros(rows, _BRIEF_WORDS)
 
     def packet(self, rows: int, *, brief: bool) -> Tensor:
-        if brief:
-            return self._brief[: MARK_WORDS + rows * _BRIEF_WORDS]
-        return self._whole[: MARK_WORDS + rows * self._words]
-
-    def records(self, rows: int) -> Tensor:
-        """int32 [rows, output_words]: the records in the whole packet."""
-        return self.packet(rows, brief=False)[MARK_WORDS:].view(rows, -1)
-
-    def mark(self, fingerprint: Tensor) -> None:
-        self._whole[:2].view(torch.int64).copy_(fingerprint)
-        self._brief[:2].view(torch.int64).copy_(fingerprint)
+        """int32 [rows, words]"""
+        return (self._brief if brief else self.records)[:rows]
 
     def abridge(self, rows: int) -> None:
-        """Write the brief packet from the whole one's records."""
-        records = self.records(rows)
+        """Write the brief packet from the records."""
+        records = self.records[:rows]
         codes = records[:, Output.FINISH_REASON] | records[:, Output.FLAGS] << _FLAGS_SHIFT
         columns = [
             records[:, Output.TOKEN_ID],  # its low word, which tells -1 too
@@ -235,12 +219,11 @@ class _Packets:
             records[:, Output.GENERATION],
             records[:, Output.NUM_KEPT],
         ]
-        self.packet(rows, brief=True)[MARK_WORDS:].view(rows, -1).copy_(torch.stack(columns, 1))
+        self._brief[:rows].copy_(torch.stack(columns, 1))
 
     def expand(self, rows: int, records: Tensor) -> None:
         """Write the headers of records from the brief packet."""
-        brief = self.packet(rows, brief=True)[MARK_WORDS:].view(rows, -1)
-        token, codes, generation, num_kept = brief.unbind(1)
+        token, codes, generation, num_kept = self._brief[:rows].unbind(1)
         record = records[:rows]
         record.view(torch.int64)[:, Output.TOKEN_ID // 2].copy_(token)
         record[:, Output.NUM_KEPT].copy_(num_kept)
@@ -259,12 +242,10 @@ class _SourceStep(TableStep):
         backend: str,
         rows: int,
         logits_dtype: torch.dtype,
-        fingerprint: Fingerprint,
     ) -> None:
         super().__init__(owner, table, backend, rows, (logits_dtype,))
         self.packets = _Packets(table, rows)
-        self.output = StepOutput(self.packets.records(rows), table.layout)
-        self._fingerprint = fingerprint
+        self.output = StepOutput(self.packets.records, table.layout)
 
     def __call__(
         self,
@@ -274,7 +255,6 @@ class _SourceStep(TableStep):
         words: Tensor | None,
         given: Tensor | None = None,
     ) -> None:
-        self.packets.mark(self._fingerprint(slots))
         super().__call__(logits, slots, grammar_bitmask, words, given)
         self.packets.abridge(slots.shape[0])
 
@@ -300,9 +280,7 @@ class _Source(BucketedSampler):
             row_buckets,
             logits_dtype,
             logits_width,
-            lambda rows: _SourceStep(
-                self, table, backend, rows, logits_dtype, agreement.fingerprint
-            ),
+            lambda rows: _SourceStep(self, table, backend, rows, logits_dtype),
             least_width=table.vocab_size,
             pads=True,
         )
@@ -318,14 +296,14 @@ class _Source(BucketedSampler):
         if logits.shape[0] == 0:
             return
         brief = self.table.num_reporting == 0
-        self._agreement.enter(logits.shape[0], bucket, int(brief))
+        self._agreement.enter(logits.shape[0], bucket, int(brief), self._inputs.claim)
         super()._padded_step(logits, slots, grammar_bitmask, words, bucket)
         packet = self._step.packets.packet(bucket, brief=brief)
         self._channel.carry(packet, self._agreement.leave)
 
     def _run(self, bucket: int) -> None:
         if not self._uses_graphs:
-            self._agreement.confirm(self._inputs.slots[:bucket])
+            self._agreement.confirm()
         super()._run(bucket)
 
 
@@ -348,11 +326,11 @@ class _Listener:
         self._layout = table.layout.to_ints()
         self._inputs = StepInputs(table, rows)
         self._packets = _Packets(table, rows)
-        self._records = {False: self._packets.records(rows), True: _unreported(table, rows)}
+        self._records = {False: self._packets.records, True: _unreported(table, rows)}
         self._graphs: dict[bool, dict[int, torch.cuda.CUDAGraph]] = {}
         if table.device.type == "cuda":
             for brief in (False, True):
-                # All slots are -1 here, so that these write nothing, and fingerprints are equal.
+                # All slots are -1 here, so that these write nothing.
                 step = partial(self._apply, brief)
                 self._graphs[brief], _ = capture_graphs(table.device, row_buckets, step)
 
@@ -364,11 +342,11 @@ class _Listener:
         inputs.check_rows(rows, slots, None, None)
         brief = self.table.num_reporting == 0
         if rows:
-            self._agreement.enter(rows, bucket, int(brief))
+            self._agreement.enter(rows, bucket, int(brief), inputs.claim)
             self.table.upload(inputs.claim)
             inputs.set_slots(slots, bucket)
             if not self._graphs:
-                self._agreement.confirm(inputs.slots[:bucket])
+                self._agreement.confirm()
             packet = self._packets.packet(bucket, brief=brief)
             self._channel.carry(packet, partial(self._hear, brief, bucket))
         return StepOutput(self._records[brief][:rows], self.table.layout)
@@ -381,13 +359,14 @@ class _Listener:
         self._agreement.leave()
 
     def _apply(self, brief: bool, bucket: int) -> None:
-        slots, fingerprint = self._inputs.slots[:bucket], self._agreement.fingerprint
-        packet = self._packets.packet(bucket, brief=brief)
-        fingerprint.compare(packet.unsqueeze(0), fingerprint(slots))
         if brief:
             self._packets.expand(bucket, self._records[True])
         torch.ops.graphed_sampling.apply_records(
-            self._records[brief], slots, self.table.state, self.table.tables, self._layout
+            self._records[brief],
+            self._inputs.slots[:bucket],
+            self.table.state,
+            self.table.tables,
+            self._layout,
         )
 
 

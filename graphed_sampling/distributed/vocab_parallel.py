@@ -96,9 +96,7 @@ class VocabParallelSampler(BucketedSampler):
         buckets = tuple(sorted({-(-rows // size) * size for rows in buckets}))
         widths = [own["width"] for own in told]
         with device_guard(table.device):
-            self._agreement = StepAgreement(
-                group, table, buckets[-1], range(size), timeout, told[0]["name"]
-            )
+            self._agreement = StepAgreement(group, table, timeout, told[0]["name"])
             # Captures use the communicator, which must be there before.
             self._agreement.collectives.warm_up(table.device)
 
@@ -116,7 +114,6 @@ class VocabParallelSampler(BucketedSampler):
                 ranges,
                 widths,
                 self._agreement.collectives,
-                self._agreement.fingerprint,
             ),
             least_width=ranges[rank][1] - ranges[rank][0],
             pads=True,
@@ -138,11 +135,11 @@ class VocabParallelSampler(BucketedSampler):
         if rows == 0:
             return
         inputs = 2 * (grammar_bitmask is not None) + (words is not None)
-        self._agreement.enter(rows, bucket, inputs)
+        self._agreement.enter(rows, bucket, inputs, self._inputs.claim)
         super()._padded_step(logits, slots, grammar_bitmask, words, bucket)
         self._agreement.leave()
 
     def _run(self, bucket: int) -> None:
         if not self._uses_graphs:
-            self._agreement.confirm(self._inputs.slots[:bucket], self._given)
+            self._agreement.confirm()
         super()._run(bucket)
