@@ -123,6 +123,8 @@ class StepAgreement:
         self.collectives = Collectives(group, table.device, self.watchdog)
         self._table = table
         self._header = StepHeader(0, 0, 0, 0, 0)
+        self.device_failure: Callable[[], tuple[str, tuple[int, ...]] | None] = lambda: None
+        """What a step that has ended left behind on the device, and which ranks are to blame."""
 
     def enter(self, rows: int, bucket: int, inputs: int, claim: SlotClaim | None) -> None:
         """A step begins. RankError where one before it has failed, as far as the host knows.
@@ -130,6 +132,10 @@ class StepAgreement:
         inputs: a number that says which optional ones there are. claim: of the slots, None where
         they are on a GPU: what these are is not compared.
         """
+        failed = self.device_failure()
+        if failed is not None:
+            message, ranks = failed
+            self.watchdog.fail(f"in step {self._header.step} or before, {message}", ranks)
         fingerprint = 0 if claim is None else self._table.fingerprint(claim.slots)
         header = StepHeader(self._header.step + 1, rows, bucket, inputs, fingerprint)
         self.watchdog.enter(header)

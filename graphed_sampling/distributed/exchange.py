@@ -30,11 +30,11 @@ class ExchangeStep:
         owner: object,
         table: RequestTable,
         backend: str,
-        rows: int,
         logits_dtype: torch.dtype,
         vocab_ranges: VocabRanges,
         widths: list[int],
         collectives: Collectives,
+        rows: int,
     ) -> None:
         self.table = table
         self._collectives = collectives

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,15 @@ from graphed_sampling.distributed.agreement import (
 )
 from graphed_sampling.distributed.exchange import ExchangeStep
 from graphed_sampling.distributed.shards import VocabRanges, check_vocab_ranges
+from graphed_sampling.distributed.symmetric import SymmetricStep
+from graphed_sampling.distributed.transports import (
+    TRANSPORTS,
+    Place,
+    choose_transport,
+    place_of,
+)
 from graphed_sampling.graph import BucketedSampler, check_buckets, check_dtype, check_width
 from graphed_sampling.table import RequestTable, device_guard
-
-TRANSPORTS = ("auto", "exchange")
 
 
 class VocabParallelSampler(BucketedSampler):
@@ -39,7 +45,8 @@ class VocabParallelSampler(BucketedSampler):
     its shard, with the default ranges the largest shard's.
     row_buckets, logits_dtype, backend, options: as for `GraphedSampler`. The exchange shares rows
     out, so that its buckets are rounded up to multiples of the number of ranks.
-    transport: "exchange", by collectives; "auto" chooses.
+    transport: "symmetric", the kernel of the `cuda` backend over memory that the GPUs of one host
+    share; "exchange", collectives of any backend and host; "auto", symmetric where it serves.
     timeout: seconds that a step may take, with the work before it on its stream.
 
     ValueError, on all ranks, where they are not alike. A step raises `RankError` where a rank is
@@ -88,36 +95,47 @@ class VocabParallelSampler(BucketedSampler):
                 "backend": backend,
                 "transport": transport,
             }
-            return Description(alike, {"width": width, "name": secrets.token_hex(8)})
+            place = tuple(place_of(table, backend, size))
+            own = {"width": width, "name": secrets.token_hex(8), "place": place}
+            return Description(alike, own)
 
         with device_guard(table.device):
             told = describe_to_all(group, describe)
-        self.group, self.vocab_ranges, self.transport = group, ranges, "exchange"
-        buckets = tuple(sorted({-(-rows // size) * size for rows in buckets}))
+        self.group, self.vocab_ranges = group, ranges
+        self.transport = choose_transport(transport, [Place(*own["place"]) for own in told])
         widths = [own["width"] for own in told]
+        exchanges = self.transport == "exchange"
+        if exchanges:
+            buckets = tuple(sorted({-(-rows // size) * size for rows in buckets}))
         with device_guard(table.device):
-            self._agreement = StepAgreement(group, table, timeout, told[0]["name"])
+            self._agreement = StepAgreement(
+                group, table, timeout, told[0]["name"], aborts=exchanges
+            )
+            collectives = self._agreement.collectives
             # Captures use the communicator, which must be there before.
-            self._agreement.collectives.warm_up(table.device)
-
-        super().__init__(
-            table,
-            buckets,
-            logits_dtype,
-            width,
-            lambda rows: ExchangeStep(
-                self,
+            collectives.warm_up(table.device)
+            new_step: Callable[[int], ExchangeStep | SymmetricStep]
+            new_logits: Callable[[int], Tensor] | None = None
+            if exchanges:
+                new_step = partial(
+                    ExchangeStep, self, table, backend, logits_dtype, ranges, widths, collectives
+                )
+            else:
+                step = SymmetricStep(
+                    self, table, logits_dtype, ranges, widths, group, timeout, buckets[-1]
+                )
+                self._agreement.device_failure = step.failure
+                new_step, new_logits = lambda _: step, lambda _: step.logits
+            super().__init__(
                 table,
-                backend,
-                rows,
+                buckets,
                 logits_dtype,
-                ranges,
-                widths,
-                self._agreement.collectives,
-            ),
-            least_width=ranges[rank][1] - ranges[rank][0],
-            pads=True,
-        )
+                width,
+                new_step,
+                least_width=ranges[rank][1] - ranges[rank][0],
+                new_logits=new_logits,
+                pads=True,
+            )
 
     def close(self) -> None:
         """Stop watching the other ranks; it comes by itself when the sampler goes."""

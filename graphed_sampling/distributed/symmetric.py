@@ -1,0 +1,117 @@
+"""Transport "symmetric": one kernel a rank, over memory that all GPUs of a host reach.
+
+Every rank reads its shard once and sends all ranks what is to know of it; then each finishes every
+row, reading the few logits that matter from their owners. No collective is called, no row is moved,
+and every rank has the bits of a single device's step with the `cuda` backend.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphed_sampling import backends
+from graphed_sampling.distributed.shards import VocabRanges
+from graphed_sampling.sampler import TableStep
+from graphed_sampling.table import RequestTable
+
+_TOLD_WORDS: Final = 8
+"""Of an exchange buffer's beginning, which tells of a failure."""
+_ALIGNMENT: Final = 16  # bytes
+
+
+def symmetric_memory(
+    group: dist.ProcessGroup, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Zeros [count] that all ranks' devices reach, and where each rank's lie for this one's.
+
+    The same arguments on all ranks, which meet here.
+    """
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    tensor: Tensor = symm_mem.empty(count, dtype=dtype, device=device)
+    handle: Any = symm_mem.rendezvous(tensor, group)
+    tensor.zero_()
+    addresses = list(handle.buffer_ptrs)
+    offset = tensor.data_ptr() - addresses[group.rank()]
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody writes there before it is zero
+    return tensor, tuple(address + offset for address in addresses)
+
+
+class SymmetricStep(TableStep):
+    """`TableStep` for logits that are sharded.
+
+    widths: of the ranks' logits. limit: seconds that the device waits for another rank's. rows: of
+    the largest step.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        table: RequestTable,
+        logits_dtype: torch.dtype,
+        vocab_ranges: VocabRanges,
+        widths: list[int],
+        group: dist.ProcessGroup,
+        limit: float,
+        rows: int,
+    ) -> None:
+        super().__init__(owner, table, "cuda", rows, (logits_dtype,))
+        self._kernels: Any = backends.module("cuda")
+        device = table.device
+        # Rows lie equally far apart on all ranks, and are aligned.
+        unit = _ALIGNMENT // logits_dtype.itemsize
+        stride = -(-max(widths) // unit) * unit
+        logits, logits_addresses = symmetric_memory(group, rows * stride, logits_dtype, device)
+        self.logits = logits.view(rows, stride)[:, : widths[group.rank()]]
+        """[rows, width]: the input buffer, which other ranks read during a step."""
+        self._exchange, exchange_addresses = symmetric_memory(
+            group, self._kernels.exchange_words(table.layout, rows), torch.int32, device
+        )
+        self._shards = self._kernels.Shards(
+            rank=group.rank(),
+            starts=(0, *(end for _, end in vocab_ranges)),
+            logits_addresses=logits_addresses,
+            exchange_addresses=exchange_addresses,
+            limit_ns=int(limit * 1e9),
+        )
+        self._told = torch.zeros(
+            _TOLD_WORDS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
+
+    def failure(self) -> tuple[str, tuple[int, ...]] | None:
+        """Why this rank's device has given up in a step that has ended, and whose fault it is."""
+        message = str(self._kernels.failure(self._told))
+        named = re.match(r"rank (\d+)", message)
+        return (message, (int(named[1]),)) if named else None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        grammar_bitmask: Tensor | None,
+        words: Tensor | None,
+        given: Tensor | None = None,
+    ) -> None:
+        """logits: the first rows of the input buffer."""
+        self._kernels.sharded_step(
+            logits,
+            slots,
+            self.table.params,
+            self.table.state,
+            self.table.tables,
+            self.output.record,
+            self._scratch,
+            self._exchange,
+            self.table.layout,
+            self._shards,
+            grammar_bitmask=grammar_bitmask,
+            words=words,
+            given=given,
+        )
+        self._told.copy_(self._exchange[:_TOLD_WORDS], non_blocking=True)
