@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,23 @@ from helpers import BENIGN_KINDS, KINDS
 from histories import History, used_state
 from ranks import Ranks
 
-from graphed_sampling import RequestTable, RowFlags, Sampler, SamplingParams, backends
+from graphed_sampling import (
+    RequestTable,
+    RowFlags,
+    Sampler,
+    SamplingParams,
+    StepOutput,
+    backends,
+)
+from graphed_sampling.backends import cuda
 from graphed_sampling.distributed import (
     RankError,
     SingleRankSampler,
     VocabParallelSampler,
     even_vocab_ranges,
+    symmetric,
+    transports,
+    vocab_parallel,
 )
 from graphed_sampling.distributed.shards import check_vocab_ranges
 
@@ -35,6 +48,8 @@ CPU_BACKENDS = [
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
+    for backend in CPU_BACKENDS:
+        Sampler(make_table(), backend)  # what this compiles, the ranks take from the cache
     pool = Ranks(4)
     yield pool
     pool.close()
@@ -77,6 +92,21 @@ def test_ranges_that_do_not_tile_the_vocabulary_are_refused(
 # The contract, on all ranks.
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Of a rank: processes joined by NCCL have a GPU each."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", group.rank()) if on_gpu else torch.device("cpu")
+
+
+def same_records(one: StepOutput, other: StepOutput) -> bool:
+    """Bit for bit, but that a NaN is as good as another."""
+
+    def canonical(record: torch.Tensor) -> torch.Tensor:
+        return record.masked_fill(record.view(torch.float32).isnan(), -1)
+
+    return torch.equal(canonical(one.record), canonical(other.record))
+
+
 def shard(
     logits: torch.Tensor, sampler: VocabParallelSampler, rank: int, *, poison: bool
 ) -> torch.Tensor:
@@ -86,7 +116,7 @@ def shard(
     part = logits[:, start:end]
     if not poison:
         return part
-    padded = torch.full((len(logits), sampler.logits_width), float("inf"), dtype=logits.dtype)
+    padded = logits.new_full((len(logits), sampler.logits_width), float("inf"))
     padded[:, : end - start] = part
     return padded
 
@@ -102,9 +132,9 @@ def live(
     state_every: int = 1,
 ) -> dict[str, int]:
     """Steps of a random history, compared with those of one device that has all logits."""
-    rank = group.rank()
+    rank, device = group.rank(), device_of(group)
     history = History(len(kinds), V, 7, kinds=kinds, dtype=dtype)
-    table, expected_table = history.table(), history.table()
+    table, expected_table = history.table(device), history.table(device)
     sampler = VocabParallelSampler(
         table, group, backend=backend, logits_dtype=dtype, row_buckets=(1, 3, 6), **options
     )
@@ -113,14 +143,15 @@ def live(
     for number in range(steps):
         history.change(table, expected_table)
         inputs = history.step(most_rows)
-        expected = single(inputs.logits, inputs.slots, **inputs.optional)
-        logits = shard(inputs.logits, sampler, rank, poison=number % 2 == 0)
+        whole = inputs.logits.to(device)
+        expected = single(whole, inputs.slots, **inputs.optional)
+        logits = shard(whole, sampler, rank, poison=number % 2 == 0)
         if number % 3 == 0:
             buffer = sampler.logits_buffer(len(logits))
             buffer[:, : logits.shape[1]] = logits
             logits = buffer
         output = sampler(logits, inputs.slots, **inputs.optional)
-        assert torch.equal(output.record, expected.record), number
+        assert same_records(output, expected), number
         if number % state_every == 0:
             assert torch.equal(used_state(table), used_state(expected_table)), number
         counts["rows"] += int((output.token_ids >= 0).sum())
@@ -134,7 +165,7 @@ SHARDS = {
     "wide": {"logits_width": 90},
     "uneven": {"shard_sizes": [1, 40, 9, 20]},
     "empty": {"vocab_ranges": [(0, 0), (0, 33), (33, 33), (33, 70)]},
-    "one": {"shard_sizes": [0, 0, 0, 70], "transport": "exchange"},
+    "one": {"shard_sizes": [0, 0, 0, 70]},
 }
 
 
@@ -145,6 +176,100 @@ def test_all_ranks_have_what_one_device_has(ranks: Ranks, backend: str, shards: 
     found = ranks.run(live, backend, dtype, 40, SHARDS[shards])
     assert found[0]["rows"] > 60 and found[0]["finished"] > 0
     assert all(counts == found[0] for counts in found)
+
+
+# The symmetric transport, where the cuda backend runs in its emulation: processes that share memory
+# stand for GPUs that do.
+
+needs_emulation = pytest.mark.skipif(
+    not hasattr(cuda, "sharded_step") or bool(cuda.unusable(torch.device("cpu"))),
+    reason="the emulation of the cuda backend's sharded step is not loaded",
+)
+
+
+def shared_memory(
+    group: dist.ProcessGroup, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """`symmetric.symmetric_memory` of processes on the CPU."""
+    names: list[Any] = [None] * group.size()
+    dist.all_gather_object(names, f"/dev/shm/{secrets.token_hex(8)}", group=group)
+    own = Path(names[group.rank()])
+    own.write_bytes(bytes(count * dtype.itemsize + 64))
+    dist.barrier(group)
+    mapped = [torch.from_file(name, shared=True, size=count, dtype=dtype) for name in names]
+    dist.barrier(group)
+    own.unlink()
+    MAPPED.extend(mapped)
+    return mapped[group.rank()], tuple(tensor.data_ptr() for tensor in mapped)
+
+
+MAPPED: list[torch.Tensor] = []
+"""What other ranks' addresses point to, which a GPU's allocator would keep."""
+
+
+def with_shared_memory(
+    group: dist.ProcessGroup, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Run a function with a transport "symmetric" that serves here."""
+    place_of = vocab_parallel.place_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "symmetric_memory", shared_memory)
+        patch.setattr(transports, "_unreachable", lambda places, certainly: "")
+        patch.setattr(
+            vocab_parallel, "place_of", lambda *args: place_of(*args)._replace(obstacle="")
+        )
+        found = function(group, *arguments)
+    MAPPED.clear()
+    return found
+
+
+@needs_emulation
+@pytest.mark.parametrize("shards", SHARDS)
+def test_the_symmetric_transport_has_what_one_device_has(ranks: Ranks, shards: str) -> None:
+    dtype = {"even": torch.bfloat16, "uneven": torch.float16}.get(shards, torch.float32)
+    options = SHARDS[shards] | {"transport": "symmetric"}
+    found = ranks.run(with_shared_memory, live, "cuda", dtype, 15, options)
+    assert found[0]["rows"] > 20
+    assert all(counts == found[0] for counts in found)
+
+
+def step_alone(group: dist.ProcessGroup) -> tuple[Any, ...] | None:
+    """What rank 0 gets where rank 1 does not come, and nobody but the kernel waits for it."""
+    table = make_table()
+    sampler = VocabParallelSampler(
+        table, group, backend="cuda", transport="symmetric", timeout=TIMEOUT
+    )
+    slots = torch.tensor([table.admit(SamplingParams())], dtype=torch.int32)
+    sampler(sampler.logits_buffer(1), slots)
+    dist.barrier(group)
+    if group.rank() == 1:
+        time.sleep(BOUND)
+        return None
+    sampler._agreement.confirm = lambda: None  # type: ignore[method-assign]
+    start = time.monotonic()
+    output = sampler(sampler.logits_buffer(1), slots)
+    assert output.token_ids.tolist() == [-1] and output.flags.tolist() == [RowFlags.PADDING]
+    assert table.positions[0] == 1  # it did not advance
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RankError) as error:
+            sampler(sampler.logits_buffer(1), slots)
+        errors.append(error.value)
+    return errors[0].ranks, str(errors[0]), time.monotonic() - start, errors[0] is errors[1]
+
+
+@needs_emulation
+def test_the_kernel_names_a_rank_that_does_not_come(ranks: Ranks) -> None:
+    found, _ = ranks.run(with_shared_memory, step_alone, ranks=[0, 1])
+    named, text, elapsed, again = found
+    assert named == (1,) and "step 2 or before, rank 1 has not come in time" in text
+    assert TIMEOUT <= elapsed < BOUND and again
+
+
+def test_the_symmetric_transport_is_for_gpus(ranks: Ranks) -> None:
+    for kind, text in ranks.run(make_unlike, 4, "symmetric", ranks=[0, 1]):
+        assert kind == "ValueError"
+        assert "transport = 'symmetric' is not possible: rank 0: the table is on cpu" in text
 
 
 def test_ten_thousand_steps(ranks: Ranks) -> None:
@@ -183,7 +308,9 @@ def test_nothing_and_what_is_refused(ranks: Ranks) -> None:
 # One rank samples.
 
 
-def listen(group: dist.ProcessGroup, backend: str, source: int, reports: bool) -> dict[str, int]:
+def listen(
+    group: dist.ProcessGroup, backend: str, source: int, reports: bool, overlap: bool = False
+) -> dict[str, int]:
     """Steps of a random history that one rank takes, compared with those of one device."""
 
     def supported(params: SamplingParams) -> SamplingParams:
@@ -192,8 +319,11 @@ def listen(group: dist.ProcessGroup, backend: str, source: int, reports: bool) -
 
     is_source = group.rank() == source
     history = History(source, V, 7, supported=supported)
-    table, expected_table = history.table(), history.table()
-    sampler = SingleRankSampler(table, group, source, row_buckets=(2, 5, 6), backend=backend)
+    device = device_of(group)
+    table, expected_table = history.table(device), history.table(device)
+    sampler = SingleRankSampler(
+        table, group, source, row_buckets=(2, 5, 6), backend=backend, overlap=overlap
+    )
     single = Sampler(expected_table, backend)
     sizes: set[int] = set()
     broadcast = sampler._agreement.collectives.broadcast
@@ -207,27 +337,34 @@ def listen(group: dist.ProcessGroup, backend: str, source: int, reports: bool) -
     for number in range(60):
         history.change(table, expected_table)
         inputs = history.step(1 + number % 6)
-        expected = single(inputs.logits, inputs.slots, **inputs.optional)
+        whole = inputs.logits.to(device)
+        expected = single(whole, inputs.slots, **inputs.optional)
         if is_source:
-            logits = inputs.logits
+            logits = whole
             if number % 2:
                 logits = sampler.logits_buffer(len(logits))
-                logits.copy_(inputs.logits)
+                logits.copy_(whole)
             output = sampler(logits, inputs.slots, **inputs.optional)
         else:
             output = sampler(None, inputs.slots)
-        assert torch.equal(output.record, expected.record), number
+        if overlap:
+            sampler.wait()
+        assert same_records(output, expected), number
         assert torch.equal(used_state(table), used_state(expected_table)), number
         counts["rows"] += int((output.token_ids >= 0).sum())
         counts["finished"] += int((output.finish_reason > 0).sum())
-    assert sampler(torch.zeros(0, V) if is_source else None, inputs.slots[:0]).flags.shape == (0,)
-    for wrong in (None, torch.zeros(3, V)):
+
+    def zeros(rows: int) -> torch.Tensor | None:
+        return torch.zeros(rows, V, device=device) if is_source else None
+
+    assert sampler(zeros(0), inputs.slots[:0]).flags.shape == (0,)
+    for wrong in (None, torch.zeros(3, V, device=device)):
         if is_source == (wrong is None):
             with pytest.raises(ValueError, match="logits are"):
                 sampler(wrong, torch.full((3,), -1, dtype=torch.int32))
     for slots in (torch.zeros(7, dtype=torch.int32), torch.tensor([9]).int(), torch.zeros(1)):
         with pytest.raises(ValueError, match=r"largest bucket|slots"):
-            sampler(torch.zeros(len(slots), V) if is_source else None, slots)
+            sampler(zeros(len(slots)), slots)
     if not is_source:
         with pytest.raises(ValueError, match="logits are the source's"):
             sampler.logits_buffer(1)
@@ -302,7 +439,10 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         "seed": {"seed": 4},
         "no seed": {"seed": None},
     }
+    if name == "symmetric":
+        odd_one = group.rank()
     samplers: dict[str, Any] = {
+        "symmetric": {"transport": "symmetric"},
         "backend": {"backend": "torch"},
         "row_buckets": {"row_buckets": (1, 7)},
         "logits_dtype": {"logits_dtype": torch.float16},
@@ -438,3 +578,109 @@ def test_a_rank_that_is_killed_is_named(size: int) -> None:
     for named, text, elapsed, again in found[:-1]:
         assert named == (size - 1,) and f"the process of rank {size - 1} does not answer" in text
         assert elapsed < BOUND and again
+
+
+# GPUs, joined by NCCL.
+
+GPUS = torch.cuda.device_count()
+on_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices, there are {GPUS}"),
+]
+GPU_CASES = [
+    pytest.param(backend, transport, marks=on_gpus)
+    for backend, transport in (
+        ("cuda", "symmetric"),
+        ("cuda", "exchange"),
+        ("triton", "exchange"),
+        ("torch", "exchange"),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks() -> Iterator[Ranks]:
+    pool = Ranks(2, "nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("shards", ["even", "wide", "uneven", "empty"])
+@pytest.mark.parametrize(("backend", "transport"), GPU_CASES)
+def test_all_gpus_have_what_one_has(
+    gpu_ranks: Ranks, backend: str, transport: str, shards: str
+) -> None:
+    options = {
+        "even": {},
+        "wide": {"logits_width": 90},
+        "uneven": {"shard_sizes": [1, 69]},
+        "empty": {"shard_sizes": [70, 0]},
+    }[shards]
+    dtype = torch.bfloat16 if shards == "even" else torch.float32
+    found = gpu_ranks.run(live, backend, dtype, 60, options | {"transport": transport})
+    assert found[0]["rows"] > 60 and found[0] == found[1]
+
+
+def choose_on_gpus(group: dist.ProcessGroup) -> str:
+    table = RequestTable(2, V, device=device_of(group), seed=0)
+    return VocabParallelSampler(table, group, backend="cuda").transport
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=on_gpus)])
+def test_gpus_that_reach_each_other_take_the_symmetric_transport(gpu_ranks: Ranks, _: None) -> None:
+    assert gpu_ranks.run(choose_on_gpus) == ["symmetric"] * 2
+
+
+@pytest.mark.parametrize("reports", [pytest.param(r, marks=on_gpus) for r in (False, True)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_gpus_hear_what_one_has_sampled(gpu_ranks: Ranks, reports: bool, overlap: bool) -> None:
+    found = gpu_ranks.run(listen, "cuda", 1, reports, overlap)
+    assert found[0]["rows"] > 60 and found[0] == found[1]
+
+
+def fail_on_gpus(group: dist.ProcessGroup, transport: str, mode: str) -> tuple[Any, ...]:
+    """Steps until an error comes, of which the last rank takes none, or others."""
+    device = device_of(group)
+    table = RequestTable(4, V, device=device, seed=0)
+    sampler = VocabParallelSampler(
+        table, group, backend="cuda", transport=transport, timeout=TIMEOUT
+    )
+    slots = torch.tensor([table.admit(SamplingParams(), [i]) for i in range(3)], dtype=torch.int32)
+    buffer = sampler.logits_buffer(3)
+    for _ in range(10):
+        sampler(buffer, slots)
+    torch.cuda.synchronize()
+    if group.rank() == group.size() - 1:
+        if mode == "killed":
+            os._exit(1)
+        if mode == "late":
+            time.sleep(BOUND + TIMEOUT)
+        if mode == "slots":
+            slots = slots.flip(0)
+    start = time.monotonic()
+    error = None
+    while error is None and time.monotonic() < start + BOUND:
+        try:
+            sampler(buffer, slots)
+            torch.cuda.synchronize()  # it must end, whatever the other rank does
+        except RankError as caught:
+            error = caught
+        time.sleep(0.01)
+    assert error is not None
+    return error.ranks, str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("mode", ["slots", "late", "killed"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param(t, marks=on_gpus) for t in ("symmetric", "exchange")]
+)
+def test_gpus_name_the_one_that_fails(transport: str, mode: str) -> None:
+    pool = Ranks(2, "nccl")  # of its own: what is broken may stay so
+    try:
+        found = pool.run(fail_on_gpus, transport, mode)
+    finally:
+        pool.close()
+    for told in found if mode != "killed" else found[:1]:
+        named, text, elapsed = told
+        assert named == (1,), text
+        assert elapsed < BOUND

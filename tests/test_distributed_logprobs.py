@@ -33,6 +33,9 @@ BACKENDS = [
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
+    for dtype in DTYPES.values():
+        # What this compiles, the ranks take from the cache.
+        prompt_logprobs(make_logits(0, 1, dtype), torch.zeros(1, dtype=torch.int64), entropy=True)
     pool = Ranks(3)
     yield pool
     pool.close()
@@ -235,3 +238,39 @@ def refuse(group: dist.ProcessGroup) -> None:
 
 def test_what_is_not_accepted(ranks: Ranks) -> None:
     ranks.run(refuse)
+
+
+def score_on_gpus(group: dist.ProcessGroup) -> None:
+    """Against one GPU, gradients too."""
+    device = torch.device("cuda", group.rank())
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(50, 32001, device=device, generator=generator) * 4
+    token_ids = torch.randint(32001, (50,), device=device, generator=generator)
+    ranges = even_vocab_ranges(32001, group.size())
+    start, end = ranges[group.rank()]
+    own = logits[:, start:end].clone().requires_grad_()
+    whole = logits.clone().requires_grad_()
+    scored = vocab_parallel_prompt_logprobs(
+        own, token_ids, group, vocab_ranges=ranges, top_n=5, rank=True, entropy=True
+    )
+    expected = prompt_logprobs(whole, token_ids, top_n=5, rank=True, entropy=True)
+    for got, wanted in zip(scored, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=4e-6)
+    (scored.logprobs.sum() + scored.entropies.sum()).backward()
+    (expected.logprobs.sum() + expected.entropies.sum()).backward()
+    assert own.grad is not None and whole.grad is not None
+    torch.testing.assert_close(own.grad, whole.grad[:, start:end], rtol=1e-4, atol=1e-6)
+    bits = torch.stack([part.double().nan_to_num().sum() for part in scored])
+    both = [torch.empty_like(bits) for _ in range(group.size())]
+    dist.all_gather(both, bits, group=group)
+    assert torch.equal(both[0], both[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_gpus() -> None:
+    pool = Ranks(2, "nccl")
+    try:
+        pool.run(score_on_gpus)
+    finally:
+        pool.close()
