@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from graphed_sampling.distributed import (
 )
 from graphed_sampling.distributed.shards import check_vocab_ranges
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "vocab_parallel.py"
 V = 70
 TIMEOUT = 2.0
 BOUND = 2 * TIMEOUT + 3.0
@@ -420,6 +422,23 @@ def test_a_rank_that_listens_for_something_else_is_named(
     for named, text, elapsed, again in ranks.run(listen_and_fail, mode, odd_one, ranks=[0, 1, 2]):
         assert named == (odd_one,), text
         assert "step 11" in text and elapsed < BOUND and again
+
+
+# The example.
+
+
+def run_example(group: dist.ProcessGroup) -> list[list[int]]:
+    example = runpy.run_path(str(EXAMPLE))
+    with torch.no_grad():
+        texts: list[list[int]] = example["generate"](group, torch.device("cpu"), 6)
+    return texts
+
+
+@pytest.mark.skipif(not EXAMPLE.is_file(), reason="the examples are not here")
+def test_the_example_has_the_same_tokens_for_any_number_of_ranks(ranks: Ranks) -> None:
+    alone = ranks.run(run_example, ranks=[3])
+    assert [len(text) for text in alone[0]] == [6, 6, 6]
+    assert ranks.run(run_example, ranks=[0, 1]) == alone * 2
 
 
 # Ranks that are not alike.
