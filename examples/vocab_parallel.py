@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/vocab_parallel.py
 
 On GPUs the ranks are joined by NCCL, without any by gloo. Each rank has a part of the head's rows
-and writes its part of the logits into the sampler's buffer. No rank ever has all of them, and nobody
+and writes its part of the logits into the sampler's buffer. No rank has all of them, and nobody
 sends tokens around: the next step's inputs are on every rank's device when the sampler is through.
 """
 
