@@ -1,7 +1,8 @@
 """What a step leaves in a table: state and counts move on by the token that was drawn.
 
 In torch operations for any device, without synchronisation or data-dependent shapes, so that they
-can be captured in a CUDA graph. The kernels of `cuda`, `triton` and `cpu` do the same themselves.
+can be captured in a CUDA graph. The kernels of `cuda`, `triton` and `cpu` do the same themselves,
+and the native library has an `apply_records` of its own (csrc/apply_records.h).
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from helpers import BENIGN_KINDS, KINDS
 from histories import History, used_state
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import Ranks
 
 from graphed_sampling import (
@@ -68,6 +70,15 @@ def test_even_ranges_are_those_of_a_padded_vocabulary() -> None:
     for wrong in ((0, 2, None), (7, 0, None), (7, 2, 9), (7, 2, 6)):
         with pytest.raises(ValueError, match=r"vocab_size|padded_size"):
             even_vocab_ranges(*wrong)
+
+
+@given(st.integers(1, 1000), st.integers(1, 40), st.integers(0, 50))
+def test_even_ranges_tile_the_vocabulary(vocab_size: int, num_ranks: int, more: int) -> None:
+    width = -(-vocab_size // num_ranks) + more
+    ranges = even_vocab_ranges(vocab_size, num_ranks, width * num_ranks)
+    assert check_vocab_ranges(vocab_size, num_ranks, None, ranges) == ranges
+    assert all(end - start <= width for start, end in ranges)
+    assert [i for start, end in ranges for i in range(start, end)] == list(range(vocab_size))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +142,7 @@ def live(
     options: dict[str, Any],
     kinds: Sequence[str] = KINDS,
     most_rows: int = 6,
+    change_every: int = 1,
     state_every: int = 1,
 ) -> dict[str, int]:
     """Steps of a random history, compared with those of one device that has all logits."""
@@ -143,7 +155,8 @@ def live(
     single = Sampler(expected_table, backend)
     counts = {"rows": 0, "finished": 0}
     for number in range(steps):
-        history.change(table, expected_table)
+        if number % change_every == 0:
+            history.change(table, expected_table)
         inputs = history.step(most_rows)
         whole = inputs.logits.to(device)
         expected = single(whole, inputs.slots, **inputs.optional)
@@ -276,7 +289,7 @@ def test_the_symmetric_transport_is_for_gpus(ranks: Ranks) -> None:
 
 def test_ten_thousand_steps(ranks: Ranks) -> None:
     backend = CPU_BACKENDS[0]
-    arguments = (backend, torch.float32, 10_000, {}, BENIGN_KINDS, 3, 10)
+    arguments = (backend, torch.float32, 10_000, {}, BENIGN_KINDS, 3, 4, 10)
     found = ranks.run(live, *arguments, ranks=[0, 1])
     assert found[0]["rows"] > 10_000 and found[0] == found[1]
 

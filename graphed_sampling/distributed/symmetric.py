@@ -33,7 +33,8 @@ def symmetric_memory(
     """
     from torch.distributed import _symmetric_memory as symm_mem
 
-    tensor: Tensor = symm_mem.empty(count, dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        tensor: Tensor = symm_mem.empty(count, dtype=dtype, device=device)
     handle: Any = symm_mem.rendezvous(tensor, group)
     tensor.zero_()
     addresses = list(handle.buffer_ptrs)
