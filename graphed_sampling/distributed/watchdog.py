@@ -32,7 +32,8 @@ _EVENTS: Final = 256
 class RankError(RuntimeError):
     """A step did not end because of these ranks, or they stepped something else.
 
-    ranks: ranks of the group, ascending; empty where it could not be told.
+    ranks: ranks of the group, ascending; empty where it could not be told. Where ranks disagree,
+    those that differ from most; of two, the second.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
