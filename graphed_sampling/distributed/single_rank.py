@@ -154,7 +154,8 @@ class SingleRankSampler:
     def wait(self) -> None:
         """Make the current stream wait until the last step's tokens are there: this rank's outputs,
         and what the table says of last tokens and positions. On the CPU they are."""
-        self._channel.wait()
+        with device_guard(self.table.device):
+            self._channel.wait()
 
     def close(self) -> None:
         """Stop watching the other ranks; it comes by itself when the sampler goes."""

@@ -8,6 +8,7 @@ and every rank has the bits of a single device's step with the `cuda` backend.
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,8 @@ from graphed_sampling.table import RequestTable
 
 _TOLD_WORDS: Final = 8
 """Of an exchange buffer's beginning, which tells of a failure."""
+_LOOK_SECONDS: Final = 0.005
+"""At least so much time lies between two looks at it: a fast loop does not look at every step."""
 _ALIGNMENT: Final = 16  # bytes
 
 
@@ -81,15 +84,34 @@ class SymmetricStep(TableStep):
             exchange_addresses=exchange_addresses,
             limit_ns=int(limit * 1e9),
         )
-        self._told = torch.zeros(
-            _TOLD_WORDS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
-        )
+        on_gpu = device.type == "cuda"
+        self._told = torch.zeros(_TOLD_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._told_failure = self._told.numpy()[self._kernels._FAILURE]
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._last_look = 0.0
 
     def failure(self) -> tuple[str, tuple[int, ...]] | None:
-        """Why this rank's device has given up in a step that has ended, and whose fault it is."""
+        """Why this rank's device has given up in an earlier step, and whose fault that is.
+
+        It does not wait: what is found is what the device told by the time of the look before. What
+        has failed stays so, and looks lie beside the steps, on a stream of their own.
+        """
+        now = time.monotonic()
+        if now - self._last_look >= _LOOK_SECONDS:
+            self._last_look = now
+            if self._stream is None:
+                self._look()
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._look()
+        if not self._told_failure.any():
+            return None
         message = str(self._kernels.failure(self._told))
         named = re.match(r"rank (\d+)", message)
         return (message, (int(named[1]),)) if named else None
+
+    def _look(self) -> None:
+        self._told.copy_(self._exchange[:_TOLD_WORDS], non_blocking=True)
 
     def __call__(
         self,
@@ -115,4 +137,3 @@ class SymmetricStep(TableStep):
             words=words,
             given=given,
         )
-        self._told.copy_(self._exchange[:_TOLD_WORDS], non_blocking=True)
