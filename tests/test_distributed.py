@@ -204,7 +204,7 @@ needs_emulation = pytest.mark.skipif(
 
 def shared_memory(
     group: dist.ProcessGroup, count: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, tuple[int, ...]]:
+) -> symmetric.SymmetricMemory:
     """`symmetric.symmetric_memory` of processes on the CPU."""
     names: list[Any] = [None] * group.size()
     dist.all_gather_object(names, f"/dev/shm/{secrets.token_hex(8)}", group=group)
@@ -214,12 +214,8 @@ def shared_memory(
     mapped = [torch.from_file(name, shared=True, size=count, dtype=dtype) for name in names]
     dist.barrier(group)
     own.unlink()
-    MAPPED.extend(mapped)
-    return mapped[group.rank()], tuple(tensor.data_ptr() for tensor in mapped)
-
-
-MAPPED: list[torch.Tensor] = []
-"""What other ranks' addresses point to, which a GPU's allocator would keep."""
+    addresses = tuple(tensor.data_ptr() for tensor in mapped)
+    return symmetric.SymmetricMemory(mapped[group.rank()], addresses, mapped)
 
 
 def with_shared_memory(
@@ -233,9 +229,7 @@ def with_shared_memory(
         patch.setattr(
             vocab_parallel, "place_of", lambda *args: place_of(*args)._replace(obstacle="")
         )
-        found = function(group, *arguments)
-    MAPPED.clear()
-    return found
+        return function(group, *arguments)
 
 
 @needs_emulation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,19 @@ _LOOK_SECONDS: Final = 0.005
 _ALIGNMENT: Final = 16  # bytes
 
 
+class SymmetricMemory(NamedTuple):
+    """own: [count], this rank's. addresses: where each rank's lie for this rank's device, as long
+    as `mapping` lives."""
+
+    own: Tensor
+    addresses: tuple[int, ...]
+    mapping: object
+
+
 def symmetric_memory(
     group: dist.ProcessGroup, count: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Zeros [count] that all ranks' devices reach, and where each rank's lie for this one's.
+) -> SymmetricMemory:
+    """Zeros [count] on every rank, which all ranks' devices reach.
 
     The same arguments on all ranks, which meet here.
     """
@@ -44,7 +53,7 @@ def symmetric_memory(
     offset = tensor.data_ptr() - addresses[group.rank()]
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody writes there before it is zero
-    return tensor, tuple(address + offset for address in addresses)
+    return SymmetricMemory(tensor, tuple(address + offset for address in addresses), handle)
 
 
 class SymmetricStep(TableStep):
@@ -71,17 +80,18 @@ class SymmetricStep(TableStep):
         # Rows lie equally far apart on all ranks, and are aligned.
         unit = _ALIGNMENT // logits_dtype.itemsize
         stride = -(-max(widths) // unit) * unit
-        logits, logits_addresses = symmetric_memory(group, rows * stride, logits_dtype, device)
-        self.logits = logits.view(rows, stride)[:, : widths[group.rank()]]
+        logits = symmetric_memory(group, rows * stride, logits_dtype, device)
+        self.logits = logits.own.view(rows, stride)[:, : widths[group.rank()]]
         """[rows, width]: the input buffer, which other ranks read during a step."""
-        self._exchange, exchange_addresses = symmetric_memory(
-            group, self._kernels.exchange_words(table.layout, rows), torch.int32, device
-        )
+        words = self._kernels.exchange_words(table.layout, rows)
+        exchange = symmetric_memory(group, words, torch.int32, device)
+        self._memory = (logits, exchange)
+        self._exchange = exchange.own
         self._shards = self._kernels.Shards(
             rank=group.rank(),
             starts=(0, *(end for _, end in vocab_ranges)),
-            logits_addresses=logits_addresses,
-            exchange_addresses=exchange_addresses,
+            logits_addresses=logits.addresses,
+            exchange_addresses=exchange.addresses,
             limit_ns=int(limit * 1e9),
         )
         on_gpu = device.type == "cuda"
