@@ -26,6 +26,10 @@ python3 bench/bench_host.py --json "$results/host.json" 2>&1 | tee "$results/hos
 python3 bench/bench_loop.py --json "$results/loop.json" 2>&1 | tee "$results/loop.log" | tail -40
 python3 bench/bench_prompt_logprobs.py --json "$results/prompt_logprobs.json" 2>&1 |
   tee "$results/prompt_logprobs.log" | tail -80
+if (($(nvidia-smi --list-gpus | wc -l) > 1)); then
+  python3 -m torch.distributed.run --nproc-per-node 2 bench/bench_distributed.py \
+    --json "$results/distributed.json" 2>&1 | tee "$results/distributed.log" | tail -60
+fi
 python3 bench/bench_step.py --json "$results/step.json" --time-limit "${STEP_SECONDS:-300}" \
   ${STEP_ARGS:-} 2>&1 | tee "$results/step.log" | tail -150
 step_status=${PIPESTATUS[0]}

@@ -1,6 +1,7 @@
 // CPU implementations, for tables on the CPU. The schemas are in graphed_sampling/ops.py.
 #include <cstring>
 
+#include "apply_records_arguments.h"
 #include "common/philox.h"
 #include "philox_checks.h"
 #include "scatter_checks.h"
@@ -32,6 +33,12 @@ void scatter_segments(const Tensor& params, const Tensor& state, const Tensor& t
   }
 }
 
+void apply_records(const Tensor& records, const Tensor& slots, const Tensor& state,
+                   const Tensor& tables, std::vector<int64_t> layout) {
+  const ApplyArguments arguments = apply_arguments(records, slots, state, tables, layout);
+  for (int64_t row = 0; row < arguments.rows; ++row) apply_record(arguments, row);
+}
+
 Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_number) {
   Tensor words = check_philox(seed, position);
   const auto* seeds = static_cast<const uint64_t*>(seed.const_data_ptr());
@@ -49,6 +56,7 @@ Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_n
 }  // namespace graphed_sampling
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
+  library.impl("apply_records", TORCH_BOX(&graphed_sampling::apply_records));
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
   library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
 }

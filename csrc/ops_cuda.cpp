@@ -2,6 +2,7 @@
 // graphed_sampling/ops.py.
 #include <cuda_runtime_api.h>
 
+#include "apply_records_arguments.h"
 #include "philox_checks.h"
 #include "philox_words.h"
 #include "sample_step_arguments.h"
@@ -24,6 +25,15 @@ void scatter_segments(const Tensor& params, const Tensor& state, const Tensor& t
       launch_scatter_segments(targets, static_cast<const int32_t*>(packet.const_data_ptr()),
                               num_segments, num_words, stream);
   STD_TORCH_CHECK(error == cudaSuccess, "scatter_segments: ", cudaGetErrorString(error));
+}
+
+void apply_records(const Tensor& records, const Tensor& slots, const Tensor& state,
+                   const Tensor& tables, std::vector<int64_t> layout) {
+  const ApplyArguments arguments = apply_arguments(records, slots, state, tables, layout);
+  const DeviceGuard guard(state.get_device_index());
+  const cudaError_t error = launch_apply_records(
+      arguments, static_cast<cudaStream_t>(current_cuda_stream(state.get_device_index())));
+  STD_TORCH_CHECK(error == cudaSuccess, "apply_records: ", cudaGetErrorString(error));
 }
 
 Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_number) {
@@ -98,6 +108,7 @@ void cuda_score_rows(const Tensor& logits, const Tensor& rows, const Tensor& tok
 }  // namespace graphed_sampling
 
 STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CUDA, library) {
+  library.impl("apply_records", TORCH_BOX(&graphed_sampling::apply_records));
   library.impl("scatter_segments", TORCH_BOX(&graphed_sampling::scatter_segments));
   library.impl("philox_words", TORCH_BOX(&graphed_sampling::philox_words));
   library.impl("cuda_step", TORCH_BOX(&graphed_sampling::cuda_step));

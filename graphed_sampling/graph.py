@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -42,60 +42,65 @@ class CaptureReport:
     bytes: int
 
 
-class GraphedSampler:
-    """Steps a table by replaying CUDA graphs; on devices without graphs it runs eagerly.
+class BoundStep(Protocol):
+    """The op `sample_step`, or what stands for it, bound to a table: `sampler.TableStep`."""
 
-    table: the requests.
-    row_buckets: numbers of rows to capture; n rows run in the smallest bucket that holds them,
-    padded with slot -1. Default: powers of two up to the table's max_requests, and that.
-    logits_dtype, logits_width: of the logits, fixed at capture; the width is that of the padded
-    vocabulary, by default the table's vocab_size. backend, options: as for `Sampler`.
+    backend: str
+    takes_words: bool
+    output: StepOutput
 
-    `capture_report` tells seconds and bytes. Graphs, their pool and the buffers go with the object.
-    One thread calls a sampler at a time; samplers of different tables do not disturb each other.
-    While one is made, no other code may capture on the same device: CUDA's own restriction.
+    def check_words(self, words: Tensor | None) -> None: ...
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        grammar_bitmask: Tensor | None,
+        words: Tensor | None,
+        given: Tensor | None = None,
+    ) -> None: ...
+
+
+class BucketedSampler:
+    """Steps a table in buckets of rows: by CUDA graphs where there are such, else eagerly.
+
+    row_buckets: checked, ascending. least_width: the fewest columns that logits must have;
+    logits_width: those of the input buffer. new_step, new_logits: make the step for so many rows,
+    and its input buffer [rows, logits_width]. pads: whether eager steps are padded to buckets too.
     """
 
     def __init__(
         self,
         table: RequestTable,
-        row_buckets: Sequence[int] | None = None,
-        logits_dtype: torch.dtype = torch.float32,
-        logits_width: int | None = None,
-        backend: str = "auto",
-        **options: str,
+        row_buckets: tuple[int, ...],
+        logits_dtype: torch.dtype,
+        logits_width: int,
+        new_step: Callable[[int], BoundStep],
+        *,
+        least_width: int,
+        new_logits: Callable[[int], Tensor] | None = None,
+        pads: bool = False,
     ) -> None:
         self.table = table
-        backend = backends.with_options(backend, options)
         self.device = table.device
-        self.row_buckets = _check_buckets(row_buckets, table.max_requests)
-        if logits_dtype not in checks.LOGITS_DTYPES:
-            raise ValueError(
-                f"logits_dtype = {logits_dtype} is not accepted: one of {checks.LOGITS_DTYPES}"
-            )
-        self.logits_dtype = logits_dtype
-        accepted = f"an integer >= the table's vocab_size, {table.vocab_size}"
-        self.logits_width = (
-            table.vocab_size
-            if logits_width is None
-            else as_int("logits_width", logits_width, accepted)
-        )
-        if self.logits_width < table.vocab_size:
-            raise ValueError(
-                f"logits_width = {logits_width} is not accepted: it must be {accepted}"
-            )
-        rows = self.row_buckets[-1]
-        start, bytes_before = time.perf_counter(), self._device_bytes()
-        self._step = TableStep(self, table, backend, rows, (logits_dtype,))
+        self.row_buckets = row_buckets
+        self.logits_dtype, self.logits_width = logits_dtype, logits_width
+        rows = row_buckets[-1]
+        start, bytes_before = time.perf_counter(), _device_bytes(self.device)
+        self._step = new_step(rows)
         self.backend = self._step.backend
         self._uses_graphs = self.device.type == "cuda"
+        self._pads = pads or self._uses_graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
         with device_guard(self.device), torch.inference_mode(False):
-            self._logits = torch.zeros(
-                rows, self.logits_width, dtype=logits_dtype, device=self.device
-            )
-            self._inputs = StepInputs(table, rows)
+            if new_logits is None:
+                self._logits = torch.zeros(
+                    rows, logits_width, dtype=logits_dtype, device=self.device
+                )
+            else:
+                self._logits = new_logits(rows)
+            self._inputs = StepInputs(table, rows, least_width)
             # Which optional inputs count in this step: bitmask, words. A captured graph reads them
             # all, and these tell it which to heed.
             self._given = torch.zeros(2, dtype=torch.int32, device=self.device)
@@ -106,10 +111,12 @@ class GraphedSampler:
             self._outputs: dict[int, StepOutput] = {}
             captures: tuple[BucketCapture, ...] = ()
             if self._uses_graphs:
-                with _CAPTURE_LOCK:
-                    captures = self._capture()
+                # All slots are -1 here, so that these steps write nothing.
+                self._graphs, captures = capture_graphs(
+                    self.device, self.row_buckets, self._step_of_bucket
+                )
         self.capture_report = CaptureReport(
-            captures, time.perf_counter() - start, self._device_bytes() - bytes_before
+            captures, time.perf_counter() - start, _device_bytes(self.device) - bytes_before
         )
 
     def logits_buffer(self, n: int) -> Tensor:
@@ -118,7 +125,7 @@ class GraphedSampler:
         """
         if as_int("n", n, "an integer >= 0") < 0:
             raise ValueError(f"n = {n} is not accepted: it must be an integer >= 0")
-        self._bucket_of(n)
+        bucket_of(n, self.row_buckets)
         # Detached: what autograd notes of a write to it must not stay with the buffer.
         return self._logits.detach()[:n]
 
@@ -144,13 +151,13 @@ class GraphedSampler:
             raise ValueError(
                 f"logits have {logits.shape[1]} columns: captured were {self.logits_width}"
             )
-        bucket = self._bucket_of(n)
+        bucket = bucket_of(n, self.row_buckets)
         if logits.requires_grad:
             logits = logits.detach()  # nothing here is differentiable
-        if self._uses_graphs:
+        if self._pads:
             self._check_overlap(logits)
             with device_guard(self.device):
-                self._replay(logits, slots, grammar_bitmask, words, bucket)
+                self._padded_step(logits, slots, grammar_bitmask, words, bucket)
         else:
             self.table.upload(self._inputs.claim)
             self._step(logits, slots, grammar_bitmask, words)
@@ -160,7 +167,7 @@ class GraphedSampler:
             self._outputs[n] = output
         return output
 
-    def _replay(
+    def _padded_step(
         self,
         logits: Tensor,
         slots: Tensor,
@@ -184,7 +191,14 @@ class GraphedSampler:
             self._given_now = -1  # uncertain, until the copy is enqueued
             self._given.copy_(self._given_choices[given])
             self._given_now = given
-        self._graphs[bucket].replay()
+        self._run(bucket)
+
+    def _run(self, bucket: int) -> None:
+        """The step of a bucket whose inputs are in their places."""
+        if self._uses_graphs:
+            self._graphs[bucket].replay()
+        else:
+            self._step_of_bucket(bucket)
 
     def _is_buffer(self, logits: Tensor) -> bool:
         """Whether logits are rows of the input buffer, from its first one on."""
@@ -209,46 +223,105 @@ class GraphedSampler:
             self._given,
         )
 
-    def _capture(self) -> tuple[BucketCapture, ...]:
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        captures = []
+
+def bucket_of(n: int, row_buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds n rows; ValueError where none does."""
+    if n > row_buckets[-1]:
+        raise ValueError(
+            f"{n} rows are more than the largest bucket, {row_buckets[-1]}: "
+            "make the sampler with larger row_buckets"
+        )
+    return row_buckets[bisect_left(row_buckets, n)]
+
+
+def capture_graphs(
+    device: torch.device, row_buckets: Sequence[int], step: Callable[[int], None]
+) -> tuple[dict[int, torch.cuda.CUDAGraph], tuple[BucketCapture, ...]]:
+    """A graph of step(rows) for each bucket, in one private pool, on the current device.
+
+    Warm-up runs the steps too, and they are captured on a stream that follows the current one.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs, captures = {}, []
+    with _CAPTURE_LOCK:
         # The largest first: smaller buckets then fit into the memory that its capture left.
-        for rows in reversed(self.row_buckets):
-            start, bytes_before = time.perf_counter(), self._device_bytes()
+        for rows in reversed(row_buckets):
+            start, bytes_before = time.perf_counter(), _device_bytes(device)
             with torch.cuda.stream(stream):
-                # All slots are -1 here, so that these steps write nothing.
                 for _ in range(_WARM_UP_STEPS):
-                    self._step_of_bucket(rows)
-            graph = torch.cuda.CUDAGraph()
+                    step(rows)
+            graphs[rows] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                graphs[rows], pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
-                self._step_of_bucket(rows)
-            self._graphs[rows] = graph
-            captures.append(
-                BucketCapture(
-                    rows, time.perf_counter() - start, self._device_bytes() - bytes_before
-                )
-            )
-        torch.cuda.current_stream().wait_stream(stream)
-        return tuple(reversed(captures))
-
-    def _device_bytes(self) -> int:
-        """Device memory taken by torch's allocator, graphs' pools included."""
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
-
-    def _bucket_of(self, n: int) -> int:
-        if n > self.row_buckets[-1]:
-            raise ValueError(
-                f"{n} rows are more than the largest bucket, {self.row_buckets[-1]}: "
-                "make the sampler with larger row_buckets"
-            )
-        return self.row_buckets[bisect_left(self.row_buckets, n)]
+                step(rows)
+            seconds = time.perf_counter() - start
+            captures.append(BucketCapture(rows, seconds, _device_bytes(device) - bytes_before))
+    torch.cuda.current_stream().wait_stream(stream)
+    return graphs, tuple(reversed(captures))
 
 
-def _check_buckets(row_buckets: Sequence[int] | None, max_requests: int) -> tuple[int, ...]:
+def _device_bytes(device: torch.device) -> int:
+    """Device memory taken by torch's allocator, graphs' pools included."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+class GraphedSampler(BucketedSampler):
+    """Steps a table by replaying CUDA graphs; on devices without graphs it runs eagerly.
+
+    table: the requests.
+    row_buckets: numbers of rows to capture; n rows run in the smallest bucket that holds them,
+    padded with slot -1. Default: powers of two up to the table's max_requests, and that.
+    logits_dtype, logits_width: of the logits, fixed at capture; the width is that of the padded
+    vocabulary, by default the table's vocab_size. backend, options: as for `Sampler`.
+
+    `capture_report` tells seconds and bytes. Graphs, their pool and the buffers go with the object.
+    One thread calls a sampler at a time; samplers of different tables do not disturb each other.
+    While one is made, no other code may capture on the same device: CUDA's own restriction.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        row_buckets: Sequence[int] | None = None,
+        logits_dtype: torch.dtype = torch.float32,
+        logits_width: int | None = None,
+        backend: str = "auto",
+        **options: str,
+    ) -> None:
+        backend = backends.with_options(backend, options)
+        super().__init__(
+            table,
+            check_buckets(row_buckets, table.max_requests),
+            check_dtype(logits_dtype),
+            check_width(logits_width, table.vocab_size, "the table's vocab_size"),
+            lambda rows: TableStep(self, table, backend, rows, (logits_dtype,)),
+            least_width=table.vocab_size,
+        )
+
+
+def check_dtype(logits_dtype: torch.dtype) -> torch.dtype:
+    if logits_dtype not in checks.LOGITS_DTYPES:
+        raise ValueError(
+            f"logits_dtype = {logits_dtype} is not accepted: one of {checks.LOGITS_DTYPES}"
+        )
+    return logits_dtype
+
+
+def check_width(logits_width: int | None, least: int, what: str) -> int:
+    """The columns of an input buffer: at least so many, which are the default."""
+    if logits_width is None:
+        return least
+    accepted = f"an integer >= {what}, {least}"
+    width = as_int("logits_width", logits_width, accepted)
+    if width < least:
+        raise ValueError(f"logits_width = {logits_width} is not accepted: it must be {accepted}")
+    return width
+
+
+def check_buckets(row_buckets: Sequence[int] | None, max_requests: int) -> tuple[int, ...]:
     if row_buckets is not None and not isinstance(row_buckets, Iterable):
         raise ValueError(f"row_buckets = {row_buckets!r} is not accepted: integers >= 1")
     if row_buckets is None:

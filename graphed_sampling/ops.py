@@ -5,6 +5,7 @@
     torch.ops.graphed_sampling.sample_step       one step of a `RequestTable`, in place
     torch.ops.graphed_sampling.cuda_step         the same by the `cuda` backend, little checked
     torch.ops.graphed_sampling.cuda_sharded_step the same of a rank that has one shard of the logits
+    torch.ops.graphed_sampling.apply_records     what a step's records say, done to another table
     torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
     torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
     torch.ops.graphed_sampling.linear_logprobs   the same from hidden states and the head's weight
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from graphed_sampling import backends, lm_head, philox, positions
 from graphed_sampling._build_info import load_native
+from graphed_sampling.advance import apply_records
 from graphed_sampling.backends import flashinfer
 from graphed_sampling.backends.position_records import Forward, Positions, Upstream
 from graphed_sampling.checks import (
@@ -76,6 +78,10 @@ _LIBRARY.define(
     "Tensor(b!) tables, Tensor(c!) output, Tensor(d!) scratch, Tensor(e!) exchange, int[] layout, "
     "int rank, int[] starts, int[] logits_addresses, int[] exchange_addresses, int limit_ns, "
     "int phases, Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None) -> ()"
+)
+_LIBRARY.define(
+    "apply_records(Tensor records, Tensor slots, Tensor(a!) state, Tensor(b!) tables, "
+    "int[] layout) -> ()"
 )
 _WISHES: Final = (
     "Tensor? rows=None, Tensor? num_rows=None, Tensor? given_ids=None, "
@@ -139,17 +145,9 @@ def _sample_step(
     rows, device = logits.shape[0], logits.device
     check_logits(logits, sizes.vocab_size)
     check_vector("slots", slots, rows, torch.int32, device)
-    for name, tensor, shape in (
-        ("params", params, (sizes.rows, sizes.params_words)),
-        ("state", state, (sizes.rows, sizes.state_words)),
-        ("tables", tables, (sizes.tables_words,)),
-    ):
-        if not (tensor.shape == shape and tensor.dtype == torch.int32 and tensor.is_contiguous()):
-            raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
-                f"{list(shape)}"
-            )
-        check_device(name, tensor, device)
+    _check_words("params", params, (sizes.rows, sizes.params_words), device)
+    _check_words("state", state, (sizes.rows, sizes.state_words), device)
+    _check_words("tables", tables, (sizes.tables_words,), device)
     if not (
         output.dim() == 2
         and output.shape[0] >= rows
@@ -199,6 +197,37 @@ def _sample_step(
             words=words,
             given=given,
         )
+
+
+def _check_words(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if not (tensor.shape == shape and tensor.dtype == torch.int32 and tensor.is_contiguous()):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}: it must be contiguous torch.int32 "
+            f"{list(shape)}"
+        )
+    check_device(name, tensor, device)
+
+
+def _apply_records(
+    records: Tensor, slots: Tensor, state: Tensor, tables: Tensor, layout: list[int]
+) -> None:
+    """Advance the table by a step that another table of the same requests took: position, last and
+    recent tokens, counts and finish reason then have the bits of the table that stepped.
+
+    records: int32 [>= n, output_words], that step's; slots: int32 [n], its slots, -1 for rows to
+    leave alone. Rows in which nothing was drawn, and those of another generation than the slot's,
+    change nothing.
+    """
+    sizes = TableLayout.from_ints(layout)
+    device = state.device
+    check_vector("slots", slots, slots.numel(), torch.int32, device)
+    _check_words("state", state, (sizes.rows, sizes.state_words), device)
+    _check_words("tables", tables, (sizes.tables_words,), device)
+    _check_words(
+        "records", records, (max(records.shape[0], slots.shape[0]), sizes.output_words), device
+    )
+    if slots.shape[0]:
+        apply_records(records, slots, state, tables, sizes)
 
 
 def _check_sample(
@@ -677,6 +706,7 @@ def _sample_backward(ctx: Any, *_gradients: Tensor) -> tuple[None, ...]:
 _LIBRARY.impl("sample", _sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("flashinfer_sample", _flashinfer_sample, "CompositeExplicitAutograd")
 _LIBRARY.impl("sample_step", _sample_step, "CompositeExplicitAutograd")
+_LIBRARY.impl("apply_records", _apply_records, "CompositeExplicitAutograd")
 _LIBRARY.impl("prompt_logprobs", _prompt_logprobs, "CompositeExplicitAutograd")
 _LIBRARY.impl("prompt_logprobs_out", _prompt_logprobs_out, "CompositeExplicitAutograd")
 _LIBRARY.impl("prompt_logprobs_backward", _prompt_logprobs_backward, "CompositeExplicitAutograd")
@@ -691,6 +721,7 @@ torch.library.register_fake(
 torch.library.register_fake("graphed_sampling::sample_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::cuda_step", _no_result, lib=_LIBRARY)
 torch.library.register_fake("graphed_sampling::cuda_sharded_step", _no_result, lib=_LIBRARY)
+torch.library.register_fake("graphed_sampling::apply_records", _no_result, lib=_LIBRARY)
 torch.library.register_fake(
     "graphed_sampling::prompt_logprobs", _prompt_logprobs_fake, lib=_LIBRARY
 )

@@ -101,8 +101,7 @@ def pack_params(
         flags |= int(ParamFlags.TOTAL)
         if active & {"typical_p", "eta_cutoff"} and "top_p" not in active:
             flags |= int(ParamFlags.MEAN)
-    reports = params.logprobs is not None or params.rank or params.logprob_token_ids
-    if reports and params.logprobs_mode == "raw":
+    if params.reports and params.logprobs_mode == "raw":
         flags |= int(ParamFlags.RAW)
     if params.logit_bias or params.bad_words_ids or params.min_tokens:
         flags |= int(ParamFlags.LISTS)

@@ -194,6 +194,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return fp32(self.temperature) < fp32(GREEDY_TEMPERATURE)
 
+    @property
+    def reports(self) -> bool:
+        """Whether logprobs or ranks are wanted."""
+        return self.logprobs is not None or self.rank or bool(self.logprob_token_ids)
+
     def child(self, index: int) -> SamplingParams:
         """Parameters of the `index`-th of n samples: the same but for an independent seed.
 

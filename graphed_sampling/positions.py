@@ -283,6 +283,32 @@ def logit_gradients(
     return result
 
 
+def shard_gradients(
+    logits: Tensor, positions: Positions, upstream: Upstream, forward: Forward, width: int
+) -> Tensor:
+    """`logit_gradients` of a shard of `width` tokens: forward is of whole rows, and the id `width`
+    stands for a token of another shard."""
+    result = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    if logits.shape[0] == 0:
+        return result
+    count = positions.rows.shape[0]
+    at_once = _rows_at_once(forward, width + 1)
+    for start in range(0, count, at_once):
+        part = slice(start, min(start + at_once, count))
+        chunk = positions.chunk(part)
+        # Behind its last token one of no probability takes what is the others'.
+        values = torch.nn.functional.pad(
+            chunk.logits(logits, part)[:, :width], (0, 1), value=-math.inf
+        )
+        gradient = _chunk_gradient(values, chunk, upstream.chunk(part), forward.chunk(part))
+        gradient = gradient[:, :width].to(logits.dtype)
+        if positions.in_order:
+            result[part, :width] = gradient
+        else:
+            result[:, :width].index_add_(0, chunk.rows.clamp(min=0), gradient)
+    return result
+
+
 def write_gradients(
     result: Tensor,
     logits: Tensor,

@@ -115,10 +115,13 @@ class StepInputs:
 
     CPU tensors are checked by value and uploaded through pinned rings; device tensors are taken as
     they are. Slots that are the same as in the step before are neither checked nor uploaded again.
+
+    least_width: the fewest columns of logits, by default the table's vocab_size.
     """
 
-    def __init__(self, table: RequestTable, rows: int) -> None:
+    def __init__(self, table: RequestTable, rows: int, least_width: int | None = None) -> None:
         self.table = table
+        self._least_width = table.vocab_size if least_width is None else least_width
         self._checked_slots = b""
         self.claim: SlotClaim | None = None
         """Of the slots checked last, where they were on the CPU."""
@@ -146,10 +149,16 @@ class StepInputs:
     ) -> None:
         """ValueError for whatever a step would not accept, before anything is enqueued."""
         table = self.table
-        checks.check_logits(logits, table.vocab_size)
+        checks.check_logits(logits, self._least_width)
         if logits.device != table.device:
             raise ValueError(f"logits are on {logits.device}: the table is on {table.device}")
-        rows = logits.shape[0]
+        self.check_rows(logits.shape[0], slots, grammar_bitmask, words)
+
+    def check_rows(
+        self, rows: int, slots: Tensor, grammar_bitmask: Tensor | None, words: Tensor | None
+    ) -> None:
+        """`check` but for the logits."""
+        table = self.table
         checks.check_vector("slots", slots, rows, torch.int32)
         self._check_place("slots", slots)
         if grammar_bitmask is not None:
@@ -217,6 +226,12 @@ class StepInputs:
         return ring
 
 
+def register_refusals(owner: object, table: RequestTable, backend: str) -> None:
+    """While `owner` lives, the table refuses what the backend lacks."""
+    module = backends.module(backend)
+    table.register_refusals(owner, backend, module.REFUSES, getattr(module, "REMEDIES", {}))
+
+
 class TableStep:
     """The op `sample_step` bound to a table and a backend, with the memory that it writes to.
 
@@ -235,10 +250,9 @@ class TableStep:
         self.table = table
         self.backend = backends.resolve(backend, table.device)
         module = backends.module(self.backend)
-        remedies = getattr(module, "REMEDIES", {})
-        table.register_refusals(owner, self.backend, module.REFUSES, remedies)
+        register_refusals(owner, table, self.backend)
         self.takes_words = "words" not in module.REFUSES
-        self._about_words = remedies.get("words", "")
+        self._about_words = getattr(module, "REMEDIES", {}).get("words", "")
         module.warm_up(table.layout, table.device, logits_dtypes)
         self._layout = table.layout.to_ints()
         self.output = new_output(table, rows)

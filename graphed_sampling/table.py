@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -139,14 +140,20 @@ class RequestTable:
         max_requests = self.layout.max_requests
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._seed = secrets.randbits(64) if seed is None else _as_seed(seed)
+        self.seed = None if seed is None else _as_seed(seed)
+        """Of the stream from which requests without a seed get theirs, where one was given."""
+        self._seed = secrets.randbits(64) if self.seed is None else self.seed
         self._num_seeds = 0
 
         self._requests: list[AdmittedRequest | None] = [None] * max_requests
         self._admitted = np.zeros(max_requests, np.bool_)
         self.tenancy = 0
         """How often a slot was taken or given back: unchanged, the same slots are admitted."""
+        self.num_reporting = 0
+        """How many admitted requests want logprobs or ranks."""
         self._generations = np.zeros(max_requests, np.int32)
+        # Of all that was told of each slot's request; the last one is padding rows'.
+        self._digests = np.zeros(max_requests + 1, np.uint32)
         # A heap of slots, each at most once; those that were taken by name are skipped.
         self._free = list(range(max_requests))
         self._in_free = [True] * max_requests
@@ -240,6 +247,8 @@ class RequestTable:
             self._dirty_params[slot], self._dirty_state[slot] = record, state
             self._generations[slot] = generation
             self._requests[slot] = request
+            self.num_reporting += params.reports
+            self._digests[slot] = zlib.crc32(state.payload.data, zlib.crc32(record.payload.data))
             self._admitted[slot] = True
             self.tenancy += 1
         return slot
@@ -263,7 +272,10 @@ class RequestTable:
             self._check_supported(params)
             seed = old.seed if params.seed is None else params.seed & _MASK64
             request = AdmittedRequest(params, seed, old.generation, old.num_output_tokens)
-            self._dirty_params[slot] = self._pack_params(slot, request)
+            record = self._pack_params(slot, request)
+            self._dirty_params[slot] = record
+            self._digests[slot] = zlib.crc32(record.payload.data, int(self._digests[slot]))
+            self.num_reporting += params.reports - old.params.reports
             self._requests[slot] = request
 
     def release(self, slot: int) -> None:
@@ -273,8 +285,9 @@ class RequestTable:
         """
         self._check_process()
         with self._lock:
-            self._request(slot)
+            request = self._request(slot)
             self._dirty_params[slot] = pack_vacancy(self.layout, slot)
+            self.num_reporting -= request.params.reports
             self._requests[slot] = None
             self._admitted[slot] = False
             self.tenancy += 1
@@ -323,6 +336,11 @@ class RequestTable:
         with self._lock:
             self._check_slots(slots)
             return SlotClaim(slots.copy(), self._generations[slots], self.tenancy)
+
+    def fingerprint(self, slots: npt.NDArray[np.int32]) -> int:
+        """Of slots, which were checked, and of what was told of their requests: equal on tables
+        that were told the same."""
+        return zlib.crc32(self._digests[slots].tobytes(), zlib.crc32(slots.tobytes()))
 
     def _check_slots(self, slots: npt.NDArray[np.int32]) -> None:
         if not slots.size:

@@ -687,3 +687,58 @@ def test_given_tells_which_inputs_count(backend: str) -> None:
     assert drawn[1, 1] == 11
     assert drawn[1, 0] in (9, 11)
     assert drawn[0, 0] not in (9, 11, V - 1)
+
+
+# What several ranks compare.
+
+
+def test_it_is_known_how_many_requests_want_reports() -> None:
+    table = RequestTable(4, V, device="cpu")
+    wanted = [
+        {}, {"logprobs": 0}, {"rank": True}, {"logprob_token_ids": [3]}
+    ]  # fmt: skip
+    counts = []
+    for values in wanted:
+        table.admit(SamplingParams(**values))
+        counts.append(table.num_reporting)
+    assert counts == [0, 1, 2, 3]
+    table.update(0, SamplingParams(logprobs=2))
+    table.update(1, SamplingParams())
+    assert table.num_reporting == 3
+    with pytest.raises(ValueError):
+        table.update(3, SamplingParams(logprob_token_ids=[V]))
+    for slot in range(4):
+        table.release(slot)
+    assert table.num_reporting == 0
+
+
+def test_fingerprints_are_of_slots_and_of_what_was_told_of_them() -> None:
+    def told(
+        params: SamplingParams = SamplingParams(top_k=3),  # noqa: B008
+        prompt: list[int] | None = None,
+        slots: tuple[int, ...] = (0, 1, -1),
+        others: int = 0,
+        seed: int = 5,
+    ) -> int:
+        table = RequestTable(8, V, device="cpu", seed=seed)
+        table.admit(params, prompt or [1, 2], slot=0)
+        table.admit(SamplingParams(seed=1), slot=1)
+        for slot in range(others):
+            table.admit(SamplingParams(seed=1), slot=2 + slot)
+        claim = table.claim_slots(np.array(slots, np.int32))
+        return table.fingerprint(claim.slots)
+
+    usual = told()
+    assert told() == usual
+    assert told(others=3) == usual  # which are not in the step
+    assert told(SamplingParams(top_k=4)) != usual
+    assert told(SamplingParams(top_k=3, logit_bias={4: 1.0})) != usual
+    assert told(prompt=[1, 3]) != usual  # the last token, and what penalties count
+    assert told(slots=(1, 0, -1)) != usual and told(slots=(0, 1)) != usual
+    assert told(seed=6) != usual  # from which the first request has its own
+    table = RequestTable(8, V, device="cpu", seed=5)
+    table.admit(SamplingParams(top_k=3), [1, 2])
+    slots = np.zeros(1, np.int32)
+    before = table.fingerprint(slots)
+    table.update(0, SamplingParams(top_k=3))
+    assert table.fingerprint(slots) != before  # a change of parameters is one of the history

@@ -19,6 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from graphed_sampling.advance import advance
 from graphed_sampling.backends import exact_math
 from graphed_sampling.backends.exact_math import LN_2, MASS_BITS
 from graphed_sampling.backends.position_records import (
@@ -107,7 +108,9 @@ def sample_step(
     drawn = _Drawn.join(chunks)
     finish = _finish_reasons(rows, drawn.token)
     _write_output(output[:n], rows, drawn, finish)
-    _advance(state, tables, rows, drawn.token, finish)
+    # Rows that are not live write to the padding row.
+    target = rows.slot.masked_fill(~rows.live, layout.max_requests)
+    advance(state, tables, layout, rows.state.int32, target, drawn.token, finish)
 
 
 class _Record:
@@ -627,36 +630,6 @@ def _write_output(output: Tensor, rows: _Rows, drawn: _Drawn, finish: Tensor) ->
         fields.append(given.masked_fill(unasked, math.nan).view(torch.int32))
     written = torch.cat([f.to(torch.int32) for f in fields], 1)
     output[:, : written.shape[1]].copy_(written)
-
-
-def _advance(state: Tensor, tables: Tensor, rows: _Rows, token: Tensor, finish: Tensor) -> None:
-    """Advance the state of live rows; the others write to the padding row."""
-    layout, record = rows.layout, rows.state
-    target = rows.slot.masked_fill(~rows.live, layout.max_requests)
-    advanced = [
-        _column(record.i64(State.POSITION) + 1).view(torch.int32),
-        _column(token).view(torch.int32),
-        _column(record.i32(State.NUM_GENERATED) + 1),
-        _column(finish),
-        record.int32[:, State.GENERATION : State.RECENT],
-    ]
-    if layout.recent_tokens:
-        newest = _column(token).to(torch.int32)
-        advanced += [
-            newest,
-            record.int32[:, State.RECENT : State.RECENT + layout.recent_tokens - 1],
-        ]
-    advanced.append(record.int32[:, State.RECENT + layout.recent_tokens :])
-    state.index_copy_(0, target, torch.cat(advanced, 1))
-    if not layout.penalties:
-        return
-    word = layout.output_bits + target * layout.bitmap_words + token // 32
-    bit = 1 << (token % 32)
-    bits = tables.index_select(0, word).long()
-    count_at = layout.counts + target * layout.vocab_size + token
-    count = tables.index_select(0, count_at).masked_fill_((bits & bit) == 0, 0) + 1
-    tables.index_copy_(0, count_at, count)
-    tables.index_copy_(0, word, (bits | bit).to(torch.int32))
 
 
 # Logprobs at many positions.
