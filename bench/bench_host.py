@@ -23,8 +23,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from graphed_sampling import GraphedSampler, RequestTable, SamplingParams
+from graphed_sampling import GraphedSampler, RequestTable, Sampler, SamplingParams
+from graphed_sampling.sampler import new_output, new_scratch
 
+OPS = torch.ops.graphed_sampling
 Row = tuple[str, float, str]
 
 
@@ -129,6 +131,36 @@ def measure_calls(table: RequestTable, slots: list[int], repeats: int) -> list[R
     return rows
 
 
+def measure_ops(table: RequestTable, slots: list[int], repeats: int) -> list[Row]:
+    """The ops by themselves, eager."""
+    sampler = Sampler(table)
+    backend, layout = sampler.backend, table.layout.to_ints()
+    rows: list[Row] = []
+    for n in sorted({1, min(32, len(slots))}):
+        logits = torch.randn(n, table.vocab_size, device=table.device)
+        some = torch.tensor(slots[:n], dtype=torch.int32, device=table.device)
+        arguments = (
+            logits,
+            some,
+            table.params,
+            table.state,
+            table.tables,
+            new_output(table, n).record,
+            new_scratch(table, backend, n),
+            layout,
+        )
+        calls: dict[str, Callable[[], object]] = {
+            "sample_step": lambda a=arguments: OPS.sample_step(*a, backend)
+        }
+        if backend == "cuda":
+            calls["cuda_step"] = lambda a=arguments: OPS.cuda_step(*a)
+        calls["a call of Sampler"] = lambda a=logits, b=some: sampler(a, b)
+        for name, call in calls.items():
+            spent = median_microseconds(call, repeats, f"{name}, {n} rows")
+            rows.append((f"{name}, {n} rows, eager ({backend})", spent, "us"))
+    return rows
+
+
 def measure_admission(table: RequestTable, repeats: int) -> list[Row]:
     prompt = torch.randint(table.vocab_size, (100_000,))
     rows: list[Row] = []
@@ -171,6 +203,7 @@ def main() -> None:
     rows += measure_admission(table, options.repeats)
     last = table.admit(SamplingParams())
     rows += measure_calls(table, [*slots, last], options.repeats)
+    rows += measure_ops(table, [*slots, last], options.repeats)
 
     shown = Table(title=f"{options.requests} requests, V = {options.vocab_size}, {record['name']}")
     shown.add_column("what")

@@ -17,9 +17,10 @@ or not admitted) write there. A slot that holds no request has neutral parameter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 MAX_VOCAB_SIZE: Final = 2**22
@@ -161,13 +162,16 @@ class TableLayout:
 
     def to_ints(self) -> list[int]:
         """The layout as the `int[] layout` argument of `sample_step`."""
-        return [getattr(self, f.name) for f in fields(self)]
+        return list(self._ints)
 
-    @classmethod
-    def from_ints(cls, values: list[int]) -> TableLayout:
-        if len(values) != len(fields(cls)) or values[-1] not in (0, 1):
-            raise ValueError(f"layout = {values} is not what TableLayout.to_ints() gives")
-        return cls(*values)
+    @cached_property
+    def _ints(self) -> tuple[int, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @staticmethod
+    def from_ints(values: Sequence[int]) -> TableLayout:
+        """What `to_ints` is of: the same object for the same values, as a step asks for it."""
+        return _from_ints(tuple(values))
 
     # The parameter record: header, then the lists at their full capacity. Bad words are rows of
     # max_bad_word_length words: the banned id, then the prefix from its last token backwards,
@@ -255,3 +259,10 @@ class TableLayout:
     @cached_property
     def output_words(self) -> int:
         return _round_up(self.given_logprobs + self.max_logprob_ids, 4)
+
+
+@lru_cache
+def _from_ints(values: tuple[int, ...]) -> TableLayout:
+    if len(values) != len(fields(TableLayout)) or values[-1] not in (0, 1):
+        raise ValueError(f"layout = {list(values)} is not what TableLayout.to_ints() gives")
+    return TableLayout(*values)

@@ -302,10 +302,32 @@ inline cudaLaunchAttribute cluster_attribute(int cluster) {
 }
 #endif
 
-// Launches may ask for as much dynamic shared memory; without this call for 48 KiB.
+// Launches may ask for as much dynamic shared memory; without this call for 48 KiB. What is allowed
+// stays so: a thread tells the driver once.
 template <class... P>
 cudaError_t allow_dynamic_shared(void (*kernel)(P...), int bytes) {
+#ifdef __CUDACC__
+  struct Allowed {
+    int device;
+    const void* kernel;
+    int bytes;
+  };
+  thread_local std::vector<Allowed> all;
+  Allowed asked = {0, reinterpret_cast<const void*>(kernel), bytes};
+  cudaError_t error = cudaGetDevice(&asked.device);
+  if (error != cudaSuccess) return error;
+  for (const Allowed& allowed : all) {
+    if (allowed.device == asked.device && allowed.kernel == asked.kernel &&
+        allowed.bytes >= bytes) {
+      return cudaSuccess;
+    }
+  }
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) all.push_back(asked);
+  return error;
+#else
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+#endif
 }
 
 // How many clusters of such blocks the device holds at once, in `number`: 0 with an error. The

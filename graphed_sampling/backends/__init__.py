@@ -44,6 +44,7 @@ NAMES = ("cpu", "cuda", "triton", "torch", "flashinfer")
 """Every backend, in the order in which `auto` tries them."""
 
 
+@functools.cache
 def module(name: str) -> Any:
     """The backend's module, imported on first use; with options, what stands for it.
 
@@ -53,14 +54,10 @@ def module(name: str) -> Any:
     if plain not in NAMES:
         raise ValueError(f"backend = {name!r} is not known; there are {', '.join(NAMES)}")
     found = importlib.import_module(f"{__name__}.{plain}")
-    return _configured(plain, options) if colon else found
-
-
-@functools.lru_cache
-def _configured(name: str, options: str) -> Any:
-    found = module(name)
+    if not colon:
+        return found
     if not hasattr(found, "configured"):
-        raise ValueError(f"the backend {name!r} takes no options: {options!r}")
+        raise ValueError(f"the backend {plain!r} takes no options: {options!r}")
     pairs = [option.partition("=") for option in options.split(",")]
     return found.configured({key: value for key, _, value in pairs})
 
