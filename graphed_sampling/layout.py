@@ -162,11 +162,7 @@ class TableLayout:
 
     def to_ints(self) -> list[int]:
         """The layout as the `int[] layout` argument of `sample_step`."""
-        return list(self._ints)
-
-    @cached_property
-    def _ints(self) -> tuple[int, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return [getattr(self, name) for name in _FIELDS]
 
     @staticmethod
     def from_ints(values: Sequence[int]) -> TableLayout:
@@ -261,8 +257,11 @@ class TableLayout:
         return _round_up(self.given_logprobs + self.max_logprob_ids, 4)
 
 
+_FIELDS: Final = tuple(field.name for field in fields(TableLayout))
+
+
 @lru_cache
 def _from_ints(values: tuple[int, ...]) -> TableLayout:
-    if len(values) != len(fields(TableLayout)) or values[-1] not in (0, 1):
+    if len(values) != len(_FIELDS) or values[-1] not in (0, 1):
         raise ValueError(f"layout = {list(values)} is not what TableLayout.to_ints() gives")
     return TableLayout(*values)
