@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 bench/bench_distributed.py [--rows 1 32 256] [--vocab 128256]
         [--dtype bf16] [--steps 100000] [--json FILE]
+    python bench/bench_distributed.py [--ranks 2] [--rows 1 8 32]
 
 Every contender is a CUDA graph of many steps, replayed on all ranks at once; time per step =
 replay / steps, the slowest rank's, of which the median over the replays is shown. Logits lie where
@@ -14,6 +15,10 @@ Before a time is taken, every rank's tokens must be those of one GPU that has al
 all tokens of all steps, hashed on the device, must be equal on all ranks and on one GPU, and their
 numbers must follow the law of their row. The exit status is 1 if a check failed, not if a bar was
 missed.
+
+Without torchrun all ranks are streams of one GPU, which wait for each other as they would across a
+link: what a step costs when the link costs nothing, and they share the GPU. So many rows that the
+kernels of all ranks do not fit side by side cannot be run so.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,8 +43,10 @@ from rich.table import Table
 from torch import Tensor
 
 from graphed_sampling import GraphedSampler, RequestTable, SamplingParams
+from graphed_sampling.backends import cuda
 from graphed_sampling.distributed import VocabParallelSampler
 from graphed_sampling.graph import BucketedSampler
+from graphed_sampling.sampler import new_output, new_scratch
 from graphed_sampling.testing import chi_square
 
 FILTERS: Final = peers.Filters(temperature=0.8, top_k=50, top_p=0.95)
@@ -48,6 +56,7 @@ vocabulary, and 10."""
 STEPS_OF_GRAPH: Final = 50
 REPLAYS: Final = 40
 FALSE_ALARM: Final = 1e-6
+OPS: Final = torch.ops.graphed_sampling
 RIVAL: Final = "FlashInfer top_k_renorm, top_p"
 
 Step = Callable[[], None]
@@ -314,16 +323,154 @@ def run_long(bench: Bench, steps: int, rows: int = 32) -> dict[str, Any]:
     return results
 
 
+class RanksOfOneGPU:
+    """Steps of several ranks, each on a stream of its own."""
+
+    def __init__(self, rows: int, vocab: int, dtype: torch.dtype, ranks: int) -> None:
+        device = torch.device("cuda")
+        params = SamplingParams(
+            temperature=FILTERS.temperature, top_k=FILTERS.top_k, top_p=FILTERS.top_p, logprobs=0
+        )
+        self.table = RequestTable(rows, vocab, device=device, seed=1, penalties=False)
+        for i in range(rows):
+            self.table.admit(params, [i])
+        self.table.upload()
+        self.layout = self.table.layout
+        inputs = common.Inputs(device, 1, least_rows=rows)
+        self.logits = inputs.rows("lm", vocab, dtype)[:rows].contiguous()
+        width = -(-vocab // ranks)
+        starts = tuple(min(rank * width, vocab) for rank in range(ranks + 1))
+        self.parts = [
+            torch.nn.functional.pad(self.logits[:, a:b], (0, width - (b - a))).contiguous()
+            for a, b in pairwise(starts)
+        ]
+        words = cuda.exchange_words(self.layout, rows)
+        self.exchanges = [
+            torch.zeros(words, dtype=torch.int32, device=device) for _ in range(ranks)
+        ]
+        self.shards = [
+            cuda.Shards(
+                rank=rank,
+                starts=starts,
+                logits_addresses=tuple(part.data_ptr() for part in self.parts),
+                exchange_addresses=tuple(e.data_ptr() for e in self.exchanges),
+                limit_ns=1_000_000_000,
+            )
+            for rank in range(ranks)
+        ]
+        self.slots = torch.arange(rows, dtype=torch.int32, device=device)
+        self.states = [self.table.state.clone() for _ in range(ranks)]
+        self.outputs = [new_output(self.table, rows) for _ in range(ranks)]
+        self.scratches = [new_scratch(self.table, "cuda", rows) for _ in range(ranks)]
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        torch.cuda.synchronize()
+
+    def launch(self, rank: int) -> None:
+        cuda.sharded_step(
+            self.parts[rank], self.slots, self.table.params, self.states[rank], self.table.tables,
+            self.outputs[rank].record, self.scratches[rank], self.exchanges[rank], self.layout,
+            self.shards[rank],
+        )  # fmt: skip
+
+    def one_step(self) -> None:
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                self.launch(rank)
+        torch.cuda.synchronize()
+
+    def check(self) -> bool:
+        """Whether all ranks draw what one GPU draws, step by step."""
+        state = self.table.state.clone()
+        output = new_output(self.table, self.slots.numel())
+        scratch = new_scratch(self.table, "cuda", self.slots.numel())
+        equal = True
+        for _ in range(3):
+            self.one_step()
+            OPS.cuda_step(
+                self.logits, self.slots, self.table.params, state, self.table.tables,
+                output.record, scratch, self.layout.to_ints(),
+            )  # fmt: skip
+            equal &= all(torch.equal(o.record, output.record) for o in self.outputs)
+        return equal and not any(cuda.failure(exchange) for exchange in self.exchanges)
+
+    def time(self) -> float:
+        """Microseconds a step of all ranks together."""
+        graphs = []
+        for rank, stream in enumerate(self.streams):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], stream=stream):
+                for _ in range(STEPS_OF_GRAPH):
+                    self.launch(rank)
+        samples = []
+        for _ in range(REPLAYS):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000)
+            start, *ends = (
+                torch.cuda.Event(enable_timing=True) for _ in range(1 + len(self.streams))
+            )
+            start.record()
+            for stream, graph, end in zip(self.streams, graphs, ends, strict=True):
+                stream.wait_event(start)
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                    end.record()
+            torch.cuda.synchronize()
+            samples.append(max(1e3 * start.elapsed_time(end) for end in ends) / STEPS_OF_GRAPH)
+        return statistics.median(samples)
+
+
+def run_on_one_gpu(rows: list[int], vocab: int, dtype: torch.dtype, ranks: int) -> bool:
+    """Times of all ranks on one GPU, beside one rank that has its part alone, sharded or not."""
+    table = Table(title=f"V = {vocab}, ranks on one GPU, us a step")
+    for column in ("rows", f"{ranks} ranks", "one rank, its part, sharded", "not sharded"):
+        table.add_column(column, justify="right")
+    passed = True
+    for n in rows:
+        together = RanksOfOneGPU(n, vocab, dtype, ranks)
+        alone = RanksOfOneGPU(n, -(-vocab // ranks), dtype, 1)
+        equal = together.check() and alone.check()
+        passed &= equal
+        plain = GraphedSampler(alone.table, (n,), dtype, backend="cuda")
+        plain.logits_buffer(n).copy_(alone.logits)
+        bench = Bench(torch.device("cuda"), 0, 1, vocab, dtype)
+        graph = bench.capture(step_of(plain, n), STEPS_OF_GRAPH)
+        samples = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(1e3 * start.elapsed_time(end) / STEPS_OF_GRAPH)
+        table.add_row(
+            str(n), f"{together.time():.1f}" if equal else "FAILED", f"{alone.time():.1f}",
+            f"{statistics.median(samples):.1f}",
+        )  # fmt: skip
+    Console().print(table)
+    return passed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32, 256])
+    parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--ranks", type=int, default=2, help="of one GPU, without torchrun")
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--steps", type=int, default=100_000, help="of the long run; 0: none")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ or torch.cuda.device_count() < 2:
-        raise SystemExit("this needs two GPUs and torchrun --nproc-per-node 2")
+    if "LOCAL_RANK" not in os.environ:
+        if not torch.cuda.is_available():
+            raise SystemExit("this needs a GPU, or several and torchrun --nproc-per-node")
+        dtype = DTYPES[arguments.dtype]
+        with torch.no_grad():
+            done = run_on_one_gpu(
+                arguments.rows or [1, 8, 32], arguments.vocab, dtype, arguments.ranks
+            )
+        raise SystemExit(0 if done else 1)
+    if torch.cuda.device_count() < 2:
+        raise SystemExit("this needs two GPUs")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -333,7 +480,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     passed = True
     with torch.no_grad():
-        for rows in arguments.rows:
+        for rows in arguments.rows or [1, 32, 256]:
             passed &= run_rows(bench, rows, results)
         long_run = run_long(bench, arguments.steps) if arguments.steps else {}
     if long_run:
