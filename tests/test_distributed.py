@@ -303,15 +303,77 @@ def step_nothing(group: dist.ProcessGroup) -> None:
         ((torch.zeros(1, 40).bfloat16(), slots), "dtype"),
         ((torch.zeros(1, 35), slots + 1), "not admitted"),
         ((torch.zeros(9, 35), padding.repeat(3)), "largest bucket"),
+        ((torch.zeros(35, 1).t()[:, ::2], slots), "logits"),
+        ((sampler.logits_buffer(4)[1:], padding), "own buffer"),
     ):
         with pytest.raises(ValueError, match=message):
             sampler(*wrong)
-    # What one rank refuses, it refuses before the others hear of it.
+    # What one rank refuses, it refuses before the others hear of it: what a table refuses when it
+    # uploads too.
+    if group.rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table, "upload", refuse)
+            with pytest.raises(ValueError, match="given to another"):
+                sampler(sampler.logits_buffer(1), slots)
     assert sampler(torch.zeros(1, sampler.logits_width), slots).token_ids.shape == (1,)
+    sampler.close()
+    with pytest.raises(RuntimeError, match="the sampler was closed"):
+        sampler(sampler.logits_buffer(1), slots)
+
+
+def refuse(claim: object) -> None:
+    raise ValueError("slot 0 was given to another request")
 
 
 def test_nothing_and_what_is_refused(ranks: Ranks) -> None:
     ranks.run(step_nothing, ranks=[1, 2])
+
+
+def refuse_own_rows(group: dist.ProcessGroup) -> None:
+    table = make_table()
+    sampler = VocabParallelSampler(
+        table, group, shard_sizes=[1, V - 1], backend="cuda", transport="symmetric"
+    )
+    # Rows lie as far apart as those of the widest shard.
+    for begin in range(1, 4):
+        with pytest.raises(ValueError, match="own buffer"):
+            sampler(sampler.logits_buffer(4)[begin:], torch.full((4 - begin,), -1).int())
+
+
+@needs_emulation
+def test_rows_within_the_buffer_are_refused(ranks: Ranks) -> None:
+    ranks.run(with_shared_memory, refuse_own_rows, ranks=[0, 1])
+
+
+def step_two_samplers(group: dist.ProcessGroup, alike: bool) -> tuple[Any, ...]:
+    """What comes of steps of two samplers of one group: the same order on all ranks, or another."""
+    tables = [make_table(), make_table()]
+    samplers = [
+        VocabParallelSampler(tables[0], group, timeout=TIMEOUT),
+        SingleRankSampler(tables[1], group, group.size() - 1, timeout=TIMEOUT),
+    ]
+    slots = torch.tensor([0], dtype=torch.int32)
+    logits = samplers[0].logits_buffer(1), None
+    if group.rank() == samplers[1].source_rank:
+        logits = logits[0], torch.zeros(1, V)
+    for table in tables:
+        table.admit(SamplingParams())
+    order = (0, 1, 0, 1, 1)
+    for number, i in enumerate(order):
+        if number == 3 and group.rank() == 1 and not alike:
+            i = 0
+        try:
+            samplers[i](logits[i], slots)
+        except RankError as error:
+            return number, error.ranks, str(error)
+    return tuple(int(table.positions[0]) for table in tables)
+
+
+def test_samplers_of_one_group_are_not_confused(ranks: Ranks) -> None:
+    assert ranks.run(step_two_samplers, True, ranks=[0, 1, 2]) == [(2, 3)] * 3
+    for number, named, text in ranks.run(step_two_samplers, False, ranks=[0, 1, 2]):
+        assert number == 3 and named == (1,)
+        assert "rank 1 steps another sampler of the group" in text
 
 
 # One rank samples.
@@ -477,13 +539,16 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         "transport": {"transport": "exchange"},
         "wrong": {"transport": "pigeon"},
         "wrong width": {"logits_width": 2},
+        "wrong type": {"vocab_ranges": [3, 4]},
+        "short": {"timeout": 1e-4},
+        "long": {"timeout": 1e14},
     }
     is_odd = group.rank() == odd_one
     table = make_table(**(tables.get(name, {}) if is_odd else {}))
     options = {"backend": CPU_BACKENDS[0]} | (samplers.get(name, {}) if is_odd else {})
     try:
         VocabParallelSampler(table, group, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -503,13 +568,17 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         ("transport", "transport must be the same"),
         ("wrong", "'pigeon' is not accepted"),
         ("wrong width", "logits_width = 2 is not accepted"),
+        ("wrong type", "has no len"),
+        ("short", "timeout = 0.0001 is not accepted"),
+        ("long", "timeout = 100000000000000.0 is not accepted"),
     ],
 )
 def test_ranks_that_are_not_alike_are_refused_by_all(ranks: Ranks, name: str, message: str) -> None:
     if name == "backend" and CPU_BACKENDS[0] == "torch":
         pytest.skip("there is one backend")
-    for kind, text in ranks.run(make_unlike, 1, name, ranks=[0, 1]):
-        assert kind == "ValueError" and message in text, text
+    (kind, text), (own_kind, own_text) = ranks.run(make_unlike, 1, name, ranks=[0, 1])
+    assert kind == "ValueError" and message in text, text
+    assert own_kind == ("TypeError" if name == "wrong type" else kind) and message in own_text
 
 
 def test_a_process_without_a_group_is_told_so() -> None:

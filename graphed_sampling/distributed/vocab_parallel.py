@@ -138,26 +138,15 @@ class VocabParallelSampler(BucketedSampler):
             )
 
     def close(self) -> None:
-        """Stop watching the other ranks; it comes by itself when the sampler goes."""
+        """End the sampler: no step comes after it. It stops watching the other ranks, and lets go
+        of its graphs, which hold the group's communicator: `destroy_process_group` would wait for
+        them. It comes by itself when the sampler goes."""
         self._agreement.close()
+        self._graphs.clear()
 
-    def _padded_step(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        grammar_bitmask: Tensor | None,
-        words: Tensor | None,
-        bucket: int,
-    ) -> None:
-        rows = logits.shape[0]
-        if rows == 0:
-            return
-        inputs = 2 * (grammar_bitmask is not None) + (words is not None)
-        self._agreement.enter(rows, bucket, inputs, self._inputs.claim)
-        super()._padded_step(logits, slots, grammar_bitmask, words, bucket)
-        self._agreement.leave()
-
-    def _run(self, bucket: int) -> None:
+    def _run(self, rows: int, bucket: int) -> None:
+        self._agreement.enter(rows, bucket, self._given_now, self._inputs.claim)
         if not self._uses_graphs:
             self._agreement.confirm()
-        super()._run(bucket)
+        super()._run(rows, bucket)
+        self._agreement.leave()
