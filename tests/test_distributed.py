@@ -91,6 +91,8 @@ def test_even_ranges_tile_the_vocabulary(vocab_size: int, num_ranks: int, more: 
         (None, [(0, 3), (4, 7)], "without gaps"),
         (None, [(0, 4), (3, 7)], "without gaps"),
         (None, [(0, 3, 4), (3, 7)], "pairs"),
+        (None, [(0, 7), ()], "pairs"),
+        (None, [0, 7], "pairs"),
         (None, [(0.5, 3), (3, 7)], "vocab_ranges"),
     ],
 )
@@ -254,7 +256,7 @@ def step_alone(group: dist.ProcessGroup) -> tuple[Any, ...] | None:
     if group.rank() == 1:
         time.sleep(BOUND)
         return None
-    sampler._agreement.confirm = lambda: None  # type: ignore[method-assign]
+    sampler._agreement._confirm = lambda: None  # type: ignore[method-assign]
     start = time.monotonic()
     output = sampler(sampler.logits_buffer(1), slots)
     assert output.token_ids.tolist() == [-1] and output.flags.tolist() == [RowFlags.PADDING]
@@ -539,7 +541,7 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         "transport": {"transport": "exchange"},
         "wrong": {"transport": "pigeon"},
         "wrong width": {"logits_width": 2},
-        "wrong type": {"vocab_ranges": [3, 4]},
+        "wrong type": {"shard_sizes": 5},
         "short": {"timeout": 1e-4},
         "long": {"timeout": 1e14},
     }
@@ -568,7 +570,7 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         ("transport", "transport must be the same"),
         ("wrong", "'pigeon' is not accepted"),
         ("wrong width", "logits_width = 2 is not accepted"),
-        ("wrong type", "has no len"),
+        ("wrong type", "'int' object is not iterable"),
         ("short", "timeout = 0.0001 is not accepted"),
         ("long", "timeout = 100000000000000.0 is not accepted"),
     ],
@@ -724,6 +726,27 @@ def choose_on_gpus(group: dist.ProcessGroup) -> str:
 @pytest.mark.parametrize("_", [pytest.param(None, marks=on_gpus)])
 def test_gpus_that_reach_each_other_take_the_symmetric_transport(gpu_ranks: Ranks, _: None) -> None:
     assert gpu_ranks.run(choose_on_gpus) == ["symmetric"] * 2
+
+
+def close_and_destroy(group: dist.ProcessGroup, transport: str) -> int:
+    table = RequestTable(2, V, device=device_of(group), seed=0)
+    sampler = VocabParallelSampler(table, group, backend="cuda", transport=transport)
+    slots = torch.tensor([table.admit(SamplingParams())], dtype=torch.int32)
+    sampler(sampler.logits_buffer(1), slots)
+    sampler.close()
+    dist.destroy_process_group(group)  # it waits for graphs that hold its communicator
+    return sampler.row_buckets[-1]
+
+
+@pytest.mark.parametrize(
+    "transport", [pytest.param(t, marks=on_gpus) for t in ("symmetric", "exchange")]
+)
+def test_a_group_is_destroyed_when_its_sampler_is_closed(transport: str) -> None:
+    pool = Ranks(2, "nccl")  # of its own: one that waits does so for ever
+    try:
+        assert pool.run(close_and_destroy, transport) == [2, 2]
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("reports", [pytest.param(r, marks=on_gpus) for r in (False, True)])

@@ -128,7 +128,8 @@ class StepAgreement:
         """What a step that has ended left behind on the device, and which ranks are to blame."""
 
     def enter(self, rows: int, bucket: int, inputs: int, claim: SlotClaim | None) -> None:
-        """A step begins. RankError where one before it has failed, as far as the host knows.
+        """A step begins, whose inputs are in their places. RankError where one before it has
+        failed, as far as the host knows; on the CPU also unless all ranks have entered the same.
 
         inputs: a number that says which optional ones there are. claim: of the slots, None where
         they are on a GPU: what these are is not compared.
@@ -142,9 +143,10 @@ class StepAgreement:
         self.watchdog.enter(
             StepHeader(last.sampler, last.step + 1, rows, bucket, inputs, fingerprint)
         )
+        if self._table.device.type != "cuda":
+            self._confirm()
 
-    def confirm(self) -> None:
-        """On the CPU, before anything is done: RankError unless all ranks have entered the same."""
+    def _confirm(self) -> None:
         header = self.watchdog.header
         own = torch.tensor(header)
         told = torch.zeros(self.collectives.size, len(own), dtype=torch.int64)

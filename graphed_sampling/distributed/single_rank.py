@@ -62,7 +62,7 @@ class SingleRankSampler:
     overlap: on GPUs, the broadcast and what follows from it run on a stream of their own, beside
     whatever the caller enqueues after the call, until `wait`; the next call waits by itself.
     Without it the call's stream waits before the call returns.
-    timeout: seconds that a step may take, with the work before it on its stream.
+    timeout: seconds that a step may take, with the work before it on its stream: 0.01 to 1e6.
 
     ValueError, on all ranks, where they are not alike. A step raises `RankError` where a rank is
     late or gone or steps something else; so do all later calls, and the tables are then of no use.
@@ -290,8 +290,6 @@ class _Source(BucketedSampler):
     def _run(self, rows: int, bucket: int) -> None:
         brief = self.table.num_reporting == 0
         self._agreement.enter(rows, bucket, int(brief), self._inputs.claim)
-        if not self._uses_graphs:
-            self._agreement.confirm()
         super()._run(rows, bucket)
         packet = self._step.packets.packet(bucket, brief=brief)
         self._channel.carry(packet, self._agreement.leave)
@@ -335,8 +333,6 @@ class _Listener:
             self.table.upload(inputs.claim)
             inputs.set_slots(slots, bucket)
             self._agreement.enter(rows, bucket, int(brief), inputs.claim)
-            if not self._graphs:
-                self._agreement.confirm()
             packet = self._packets.packet(bucket, brief=brief)
             self._channel.carry(packet, partial(self._hear, brief, bucket))
         return StepOutput(self._records[brief][:rows], self.table.layout)
