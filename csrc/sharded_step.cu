@@ -95,8 +95,13 @@ __device__ inline void close_step(const ShardedArguments& s, uint64_t signal) {
     const uint64_t* done = signal_of_rank(own + ExchangeLayout::kDone, thread);
     failed = !wait_for(s, done, done, signal, thread, kClosePhase, 0);
   }
-  if (__syncthreads_or(failed ? 1 : 0) == 0 && thread == 0) {
-    own[ExchangeLayout::kClosed] = static_cast<int32_t>(signal);
+  failed = __syncthreads_or(failed ? 1 : 0) != 0;
+  if (thread == 0) {
+    if (failed) {
+      own[ExchangeLayout::kSilent] = 1;
+    } else {
+      own[ExchangeLayout::kClosed] = static_cast<int32_t>(signal);
+    }
   }
 }
 
@@ -191,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
       }
       __syncthreads();
       // Who has given up sends nothing, so that the others do too.
-      const bool silent = has_failed(own);
+      const bool silent = load_now(own + ExchangeLayout::kSilent) != 0;
       if (!silent) {
         constexpr int kGroupsOfSet = kGroupsOfTile / kSets;
         send_statistics(s, exchange.row(index), groups, mine.first_set * kGroupsOfSet,

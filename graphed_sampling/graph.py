@@ -191,10 +191,10 @@ class BucketedSampler:
             self._given_now = -1  # uncertain, until the copy is enqueued
             self._given.copy_(self._given_choices[given])
             self._given_now = given
-        self._run(bucket)
+        self._run(n, bucket)
 
-    def _run(self, bucket: int) -> None:
-        """The step of a bucket whose inputs are in their places."""
+    def _run(self, rows: int, bucket: int) -> None:
+        """The step of a bucket whose inputs, of so many rows, are in their places."""
         if self._uses_graphs:
             self._graphs[bucket].replay()
         else:
@@ -207,8 +207,9 @@ class BucketedSampler:
 
     def _check_overlap(self, logits: Tensor) -> None:
         start = self._logits.data_ptr()
-        end = start + self._logits.numel() * self._logits.element_size()
-        if start <= logits.data_ptr() < end and not self._is_buffer(logits):
+        end = start + self._logits.stride(0) * len(self._logits) * self._logits.element_size()
+        inside = logits.numel() > 0 and start <= logits.data_ptr() < end
+        if inside and not self._is_buffer(logits):
             raise ValueError(
                 "logits are a part of the sampler's own buffer: they must be logits_buffer(n)"
             )

@@ -91,6 +91,8 @@ def test_even_ranges_tile_the_vocabulary(vocab_size: int, num_ranks: int, more: 
         (None, [(0, 3), (4, 7)], "without gaps"),
         (None, [(0, 4), (3, 7)], "without gaps"),
         (None, [(0, 3, 4), (3, 7)], "pairs"),
+        (None, [(0, 7), ()], "pairs"),
+        (None, [0, 7], "pairs"),
         (None, [(0.5, 3), (3, 7)], "vocab_ranges"),
     ],
 )
@@ -254,7 +256,7 @@ def step_alone(group: dist.ProcessGroup) -> tuple[Any, ...] | None:
     if group.rank() == 1:
         time.sleep(BOUND)
         return None
-    sampler._agreement.confirm = lambda: None  # type: ignore[method-assign]
+    sampler._agreement._confirm = lambda: None  # type: ignore[method-assign]
     start = time.monotonic()
     output = sampler(sampler.logits_buffer(1), slots)
     assert output.token_ids.tolist() == [-1] and output.flags.tolist() == [RowFlags.PADDING]
@@ -303,15 +305,77 @@ def step_nothing(group: dist.ProcessGroup) -> None:
         ((torch.zeros(1, 40).bfloat16(), slots), "dtype"),
         ((torch.zeros(1, 35), slots + 1), "not admitted"),
         ((torch.zeros(9, 35), padding.repeat(3)), "largest bucket"),
+        ((torch.zeros(35, 1).t()[:, ::2], slots), "logits"),
+        ((sampler.logits_buffer(4)[1:], padding), "own buffer"),
     ):
         with pytest.raises(ValueError, match=message):
             sampler(*wrong)
-    # What one rank refuses, it refuses before the others hear of it.
+    # What one rank refuses, it refuses before the others hear of it: what a table refuses when it
+    # uploads too.
+    if group.rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table, "upload", refuse)
+            with pytest.raises(ValueError, match="given to another"):
+                sampler(sampler.logits_buffer(1), slots)
     assert sampler(torch.zeros(1, sampler.logits_width), slots).token_ids.shape == (1,)
+    sampler.close()
+    with pytest.raises(RuntimeError, match="the sampler was closed"):
+        sampler(sampler.logits_buffer(1), slots)
+
+
+def refuse(claim: object) -> None:
+    raise ValueError("slot 0 was given to another request")
 
 
 def test_nothing_and_what_is_refused(ranks: Ranks) -> None:
     ranks.run(step_nothing, ranks=[1, 2])
+
+
+def refuse_own_rows(group: dist.ProcessGroup) -> None:
+    table = make_table()
+    sampler = VocabParallelSampler(
+        table, group, shard_sizes=[1, V - 1], backend="cuda", transport="symmetric"
+    )
+    # Rows lie as far apart as those of the widest shard.
+    for begin in range(1, 4):
+        with pytest.raises(ValueError, match="own buffer"):
+            sampler(sampler.logits_buffer(4)[begin:], torch.full((4 - begin,), -1).int())
+
+
+@needs_emulation
+def test_rows_within_the_buffer_are_refused(ranks: Ranks) -> None:
+    ranks.run(with_shared_memory, refuse_own_rows, ranks=[0, 1])
+
+
+def step_two_samplers(group: dist.ProcessGroup, alike: bool) -> tuple[Any, ...]:
+    """What comes of steps of two samplers of one group: the same order on all ranks, or another."""
+    tables = [make_table(), make_table()]
+    samplers = [
+        VocabParallelSampler(tables[0], group, timeout=TIMEOUT),
+        SingleRankSampler(tables[1], group, group.size() - 1, timeout=TIMEOUT),
+    ]
+    slots = torch.tensor([0], dtype=torch.int32)
+    logits = samplers[0].logits_buffer(1), None
+    if group.rank() == samplers[1].source_rank:
+        logits = logits[0], torch.zeros(1, V)
+    for table in tables:
+        table.admit(SamplingParams())
+    order = (0, 1, 0, 1, 1)
+    for number, i in enumerate(order):
+        if number == 3 and group.rank() == 1 and not alike:
+            i = 0
+        try:
+            samplers[i](logits[i], slots)
+        except RankError as error:
+            return number, error.ranks, str(error)
+    return tuple(int(table.positions[0]) for table in tables)
+
+
+def test_samplers_of_one_group_are_not_confused(ranks: Ranks) -> None:
+    assert ranks.run(step_two_samplers, True, ranks=[0, 1, 2]) == [(2, 3)] * 3
+    for number, named, text in ranks.run(step_two_samplers, False, ranks=[0, 1, 2]):
+        assert number == 3 and named == (1,)
+        assert "rank 1 steps another sampler of the group" in text
 
 
 # One rank samples.
@@ -477,13 +541,16 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         "transport": {"transport": "exchange"},
         "wrong": {"transport": "pigeon"},
         "wrong width": {"logits_width": 2},
+        "wrong type": {"shard_sizes": 5},
+        "short": {"timeout": 1e-4},
+        "long": {"timeout": 1e14},
     }
     is_odd = group.rank() == odd_one
     table = make_table(**(tables.get(name, {}) if is_odd else {}))
     options = {"backend": CPU_BACKENDS[0]} | (samplers.get(name, {}) if is_odd else {})
     try:
         VocabParallelSampler(table, group, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -503,13 +570,17 @@ def make_unlike(group: dist.ProcessGroup, odd_one: int, name: str) -> tuple[str,
         ("transport", "transport must be the same"),
         ("wrong", "'pigeon' is not accepted"),
         ("wrong width", "logits_width = 2 is not accepted"),
+        ("wrong type", "'int' object is not iterable"),
+        ("short", "timeout = 0.0001 is not accepted"),
+        ("long", "timeout = 100000000000000.0 is not accepted"),
     ],
 )
 def test_ranks_that_are_not_alike_are_refused_by_all(ranks: Ranks, name: str, message: str) -> None:
     if name == "backend" and CPU_BACKENDS[0] == "torch":
         pytest.skip("there is one backend")
-    for kind, text in ranks.run(make_unlike, 1, name, ranks=[0, 1]):
-        assert kind == "ValueError" and message in text, text
+    (kind, text), (own_kind, own_text) = ranks.run(make_unlike, 1, name, ranks=[0, 1])
+    assert kind == "ValueError" and message in text, text
+    assert own_kind == ("TypeError" if name == "wrong type" else kind) and message in own_text
 
 
 def test_a_process_without_a_group_is_told_so() -> None:
@@ -655,6 +726,27 @@ def choose_on_gpus(group: dist.ProcessGroup) -> str:
 @pytest.mark.parametrize("_", [pytest.param(None, marks=on_gpus)])
 def test_gpus_that_reach_each_other_take_the_symmetric_transport(gpu_ranks: Ranks, _: None) -> None:
     assert gpu_ranks.run(choose_on_gpus) == ["symmetric"] * 2
+
+
+def close_and_destroy(group: dist.ProcessGroup, transport: str) -> int:
+    table = RequestTable(2, V, device=device_of(group), seed=0)
+    sampler = VocabParallelSampler(table, group, backend="cuda", transport=transport)
+    slots = torch.tensor([table.admit(SamplingParams())], dtype=torch.int32)
+    sampler(sampler.logits_buffer(1), slots)
+    sampler.close()
+    dist.destroy_process_group(group)  # it waits for graphs that hold its communicator
+    return sampler.row_buckets[-1]
+
+
+@pytest.mark.parametrize(
+    "transport", [pytest.param(t, marks=on_gpus) for t in ("symmetric", "exchange")]
+)
+def test_a_group_is_destroyed_when_its_sampler_is_closed(transport: str) -> None:
+    pool = Ranks(2, "nccl")  # of its own: one that waits does so for ever
+    try:
+        assert pool.run(close_and_destroy, transport) == [2, 2]
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("reports", [pytest.param(r, marks=on_gpus) for r in (False, True)])

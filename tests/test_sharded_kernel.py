@@ -46,7 +46,7 @@ from graphed_sampling import (
     new_scratch,
 )
 from graphed_sampling.backends import cuda
-from graphed_sampling.backends.cuda import Failure, Phases, Shards
+from graphed_sampling.backends.cuda import Failure, Phases, Reason, Shards
 
 CSRC = Path(__file__).parents[1] / "csrc"
 needs_sources = pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here")
@@ -175,7 +175,7 @@ class Ranks:
     def check_equal(self, rows: int) -> None:
         """Outputs and tables are the same on all ranks, and nobody has given up."""
         for rank in range(self.count):
-            assert cuda.failure(self.exchange[rank]) == "", rank
+            assert cuda.failure(self.exchange[rank]) is None, rank
             same_bits(self.outputs[rank][:rows], self.outputs[0][:rows])
             for tensor, first in zip(self.tables[rank], self.tables[0], strict=True):
                 same_bits(tensor, first)
@@ -507,14 +507,18 @@ def test_a_rank_that_does_not_come(pair: BackendDevice) -> None:
     group.launch(0, *inputs, Phases.STREAM)
     start = time.monotonic()
     group.launch(0, *inputs, Phases.FINISH | Phases.CLOSE)
-    assert cuda.failure(group.exchange[0]) == "rank 1 has not come in time (for its shard of row 0)"
+    failure = cuda.failure(group.exchange[0])
+    assert failure == Failure(Reason.MISSING, 1, Phases.FINISH, 0)
+    assert str(failure) == "rank 1 has not come in time (for its shard of row 0)"
     passed = time.monotonic() - start
     assert passed >= 0.99 * limit / SECOND
     assert_idle(group, 0, rows, before)
 
     # Rank 1 comes late: it finds what rank 0 sent, but not that rank 0 is through.
     group.launch(1, *inputs, Phases.ALL)
-    assert cuda.failure(group.exchange[1]) == "rank 0 has not come in time (at the end of a step)"
+    failure = cuda.failure(group.exchange[1][: cuda.FAILURE_WORDS])
+    assert failure == Failure(Reason.MISSING, 0, Phases.CLOSE, 0)
+    assert str(failure) == "rank 0 has not come in time (at the end of a step)"
     for rank in (0, 1):
         before = [t.clone() for t in group.tables[rank]]
         group.launch(rank, *inputs, Phases.ALL)
@@ -540,6 +544,27 @@ def test_giving_up_takes_the_limit_once(pair: BackendDevice) -> None:
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize("clusters", [True, False], ids=["one-launch", "two-launches"])
+def test_the_step_of_a_failure_is_sent_whole_and_none_after_it(
+    pair: BackendDevice, clusters: bool
+) -> None:
+    """What others take for complete is complete, in whatever order a failing step's blocks run."""
+    rows = 7
+    group, inputs = group_of_two(pair, rows, SECOND // 20)
+    other, start = group.exchange[1], cuda._EXCHANGE_HEADER
+    with launches(pair, clusters=clusters):
+        group.launch(0, *inputs, Phases.ALL)
+        assert cuda.failure(group.exchange[0])
+        records = other[start:].view(rows, -1)
+        assert records[:, :2].tolist() == [[1, rows]] * rows  # rank 0's signals, of step 1
+        maxima = records[:, cuda._SIGNALS :].view(torch.float32)[:, : 1024 // cuda._GROUP]
+        expected = inputs[0][0][:, :1024].unflatten(1, (-1, cuda._GROUP)).amax(2)
+        same_bits(maxima, expected)
+        other.fill_(7)
+        group.launch(0, *inputs, Phases.ALL)
+    assert (other == 7).all()
+
+
 @pytest.mark.parametrize("other_rows", [2, 5], ids=lambda n: f"n{n}")
 def test_ranks_that_step_other_rows(pair: BackendDevice, other_rows: int) -> None:
     rows = 3
@@ -551,7 +576,7 @@ def test_ranks_that_step_other_rows(pair: BackendDevice, other_rows: int) -> Non
     for rank, number, other in ((0, rows, 1), (1, other_rows, 0)):
         some = [p[:number] for p in parts]
         group.launch(rank, some, slots[:number], Phases.FINISH | Phases.CLOSE)
-        told = cuda.failure(group.exchange[rank])
+        told = str(cuda.failure(group.exchange[rank]))
         assert told.startswith(
             f"rank {other} has come with another step, or another number of rows"
         ), told
@@ -565,7 +590,7 @@ def test_a_rank_that_is_a_step_ahead(pair: BackendDevice) -> None:
     group.exchange[1].zero_()
     group.launch(0, *inputs, Phases.STREAM)
     group.launch(1, *inputs, Phases.ALL)
-    assert cuda.failure(group.exchange[1]).startswith("rank 0 has come with another step")
+    assert str(cuda.failure(group.exchange[1])).startswith("rank 0 has come with another step")
 
 
 # Arguments, and what C++ repeats of Python.
@@ -694,12 +719,13 @@ def test_numbers_are_the_same_in_cpp() -> None:
         (CSRC / name).read_text() for name in ("sharded_step.h", "step/exchange.h", "logits_type.h")
     )
     found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", source)}
-    first = found["Failure"]
-    assert slice(first, found["FailedRow"] + 1) == cuda._FAILURE
-    assert [found[f"Failed{name}"] - first for name in ("Rank", "Phase", "Row")] == [1, 2, 3]
+    assert slice(found["Failure"], found["FailedRow"] + 1) == cuda._FAILURE
+    assert found["FailedRow"] + 1 == cuda.FAILURE_WORDS
+    bits = (found["FailedRankBit"], found["FailedPhaseBit"])
+    assert bits == (cuda._FAILED_RANK_BIT, cuda._FAILED_PHASE_BIT)
     assert found["MostShards"] == cuda.MOST_SHARDS
     assert found["Closed"] == 0
-    for word in Failure:
+    for word in Reason:
         assert found[word.name.capitalize()] == word
     for phase in (Phases.STREAM, Phases.FINISH, Phases.CLOSE):
         assert found[f"{str(phase.name).capitalize()}Phase"] == phase

@@ -14,8 +14,13 @@ constexpr int kMissing = 1, kMismatch = 2;
 struct ExchangeLayout {
   // How many steps the rank has closed, and how many rows of the present one are through.
   static constexpr int kClosed = 0, kTicket = 1;
-  // Why the rank has given up, 0 if it has not; waiting for whom, in which phase, at which row.
-  static constexpr int kFailure = 2, kFailedRank = 3, kFailedPhase = 4, kFailedRow = 5;
+  // Why the rank has given up, 0 if it has not, and above that, waiting for whom and in which
+  // phase; then at which row. The two are written at once, since the host may look at any time.
+  static constexpr int kFailure = 2, kFailedRow = 3;
+  static constexpr int kFailedRankBit = 8, kFailedPhaseBit = 16;
+  // Whether it has done so in an earlier step. All blocks of a step find the same here, so that a
+  // row is sent whole or not at all.
+  static constexpr int kSilent = 4;
   static constexpr int kDone = 32;
   static constexpr int kSignals = 2 * kMostShards;
   static constexpr int kHeader = kDone + kSignals;
@@ -72,11 +77,10 @@ __device__ inline bool wait_for(const ShardedArguments& s, const uint64_t* place
   }
   // Rows that the other rank does not step are never signalled.
   if (is_other_step(load_acquire(first), expected)) failure = kMismatch;
-  if (atomicCAS(exchange + ExchangeLayout::kFailure, 0, failure) == 0) {
-    exchange[ExchangeLayout::kFailedRank] = rank;
-    exchange[ExchangeLayout::kFailedPhase] = phase;
-    exchange[ExchangeLayout::kFailedRow] = row;
-  }
+  const int why =
+      failure | rank << ExchangeLayout::kFailedRankBit | phase << ExchangeLayout::kFailedPhaseBit;
+  atomicCAS(reinterpret_cast<unsigned long long*>(exchange + ExchangeLayout::kFailure), 0ull,
+            static_cast<unsigned long long>(row) << 32 | static_cast<unsigned>(why));
   return false;
 }
 

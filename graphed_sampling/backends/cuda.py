@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +39,16 @@ _LISTED: Final = 2048
 _SCORING_BLOCKS: Final = 512
 _SHARED_GROUPS: Final = 4096
 # And of exchange buffers: words of their header, of a row's signals, and of a group; which of the
-# header's words tell of a failure.
+# header's words tell of a failure, and from which bits on for whom the rank waited, and in what.
 MOST_SHARDS: Final = 16
 _EXCHANGE_HEADER: Final = 64
 _SIGNALS: Final = 32
 _EXCHANGED_OF_GROUP: Final = 5
-_FAILURE: Final = slice(2, 6)
+_FAILURE: Final = slice(2, 4)
+_FAILED_RANK_BIT: Final = 8
+_FAILED_PHASE_BIT: Final = 16
+FAILURE_WORDS: Final = 4
+"""So many first words of an exchange buffer are enough for `failure`."""
 
 
 def unusable(device: torch.device) -> str:
@@ -169,11 +173,29 @@ class Phases(IntFlag):
     ALL = 7
 
 
-class Failure(IntEnum):
+class Reason(IntEnum):
     """Why a rank has given up."""
 
     MISSING = 1
     MISMATCH = 2
+
+
+class Failure(NamedTuple):
+    """That a rank has given up: why, waiting for which rank, in which phase, at which row."""
+
+    reason: Reason
+    rank: int
+    phase: Phases
+    row: int
+
+    def __str__(self) -> str:
+        closes = self.phase == Phases.CLOSE
+        where = "at the end of a step" if closes else f"for its shard of row {self.row}"
+        if self.reason == Reason.MISMATCH:
+            told = "has come with another step, or another number of rows"
+        else:
+            told = "has not come in time"
+        return f"rank {self.rank} {told} ({where})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,15 +336,18 @@ def sharded_step(
     )
 
 
-def failure(exchange: Tensor) -> str:
-    """Why the rank with this exchange buffer has given up; empty if it has not. Synchronises."""
-    code, rank, phase, row = exchange[_FAILURE].tolist()
-    if not code:
-        return ""
-    where = "at the end of a step" if phase == Phases.CLOSE else f"for its shard of row {row}"
-    if code == Failure.MISMATCH:
-        return f"rank {rank} has come with another step, or another number of rows ({where})"
-    return f"rank {rank} has not come in time ({where})"
+def failure(exchange: Tensor) -> Failure | None:
+    """Why the rank with this exchange buffer has given up; None if it has not. Synchronises.
+
+    exchange: the buffer, or a copy of its first `FAILURE_WORDS` words, which may be taken while the
+    rank steps.
+    """
+    why, row = exchange[_FAILURE].tolist()
+    if not why:
+        return None
+    rank = why >> _FAILED_RANK_BIT & (1 << _FAILED_PHASE_BIT - _FAILED_RANK_BIT) - 1
+    reason = Reason(why & (1 << _FAILED_RANK_BIT) - 1)
+    return Failure(reason, rank, Phases(why >> _FAILED_PHASE_BIT), row)
 
 
 def score_rows(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,9 @@ import torch.distributed as dist
 from graphed_sampling.distributed.collectives import Collectives
 from graphed_sampling.distributed.watchdog import StepHeader, Watchdog
 from graphed_sampling.table import RequestTable, SlotClaim
+
+_TIMEOUTS: Final = (0.01, 1e6)
+"""Seconds. To gloo less than a millisecond is no limit at all."""
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -37,13 +39,13 @@ def describe_to_all(
 ) -> list[dict[str, Any]]:
     """What every rank says is its own. ValueError, on all ranks, where they are not alike.
 
-    describe: may raise ValueError, which then all ranks raise.
+    describe: may raise an error, of which then all ranks hear.
     """
-    failure = None
+    failure: Exception | None = None
     said = Description({}, {})
     try:
         said = describe()
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the others wait
         failure = error
     told: list[tuple[str, Description]] = [("", said)] * group.size()
     # Objects of this package are not sent: tuples and strings say it all.
@@ -80,8 +82,8 @@ def describe_table(
 
     ValueError for a table that cannot be stepped by several ranks, or a timeout that is none.
     """
-    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        raise ValueError(f"timeout = {timeout!r} is not accepted: seconds, > 0")
+    if not (isinstance(timeout, int | float) and _TIMEOUTS[0] <= timeout <= _TIMEOUTS[1]):
+        raise ValueError(f"timeout = {timeout!r} is not accepted: seconds in {list(_TIMEOUTS)}")
     if table.seed is None:
         raise ValueError(
             "the table was made with seed=None, and would give requests without a seed other ones "
@@ -122,32 +124,35 @@ class StepAgreement:
         self.watchdog = Watchdog(group, table.device, timeout, name, aborts=aborts)
         self.collectives = Collectives(group, table.device, self.watchdog)
         self._table = table
-        self._header = StepHeader(0, 0, 0, 0, 0)
         self.device_failure: Callable[[], tuple[str, tuple[int, ...]] | None] = lambda: None
         """What a step that has ended left behind on the device, and which ranks are to blame."""
 
     def enter(self, rows: int, bucket: int, inputs: int, claim: SlotClaim | None) -> None:
-        """A step begins. RankError where one before it has failed, as far as the host knows.
+        """A step begins, whose inputs are in their places. RankError where one before it has
+        failed, as far as the host knows; on the CPU also unless all ranks have entered the same.
 
         inputs: a number that says which optional ones there are. claim: of the slots, None where
         they are on a GPU: what these are is not compared.
         """
+        last = self.watchdog.header
         failed = self.device_failure()
         if failed is not None:
             message, ranks = failed
-            self.watchdog.fail(f"in step {self._header.step} or before, {message}", ranks)
+            self.watchdog.fail(f"in step {last.step} or before, {message}", ranks)
         fingerprint = 0 if claim is None else self._table.fingerprint(claim.slots)
-        header = StepHeader(self._header.step + 1, rows, bucket, inputs, fingerprint)
-        self.watchdog.enter(header)
-        self._header = header
+        self.watchdog.enter(
+            StepHeader(last.sampler, last.step + 1, rows, bucket, inputs, fingerprint)
+        )
+        if self._table.device.type != "cuda":
+            self._confirm()
 
-    def confirm(self) -> None:
-        """On the CPU, before anything is done: RankError unless all ranks have entered the same."""
-        own = torch.tensor(self._header)
+    def _confirm(self) -> None:
+        header = self.watchdog.header
+        own = torch.tensor(header)
         told = torch.zeros(self.collectives.size, len(own), dtype=torch.int64)
         self.collectives.all_gather(told.view(-1), own)
         headers = {rank: StepHeader(*row) for rank, row in enumerate(told.tolist())}
-        disagreement = self.watchdog.disagreement(headers)
+        disagreement = self.watchdog.disagreement(header.step, headers)
         if disagreement is not None:
             raise disagreement
 

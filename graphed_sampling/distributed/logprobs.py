@@ -65,10 +65,9 @@ def vocab_parallel_prompt_logprobs(
     group = member_group(group)
     for name, value in (("logits", logits), ("next_token_ids", next_token_ids)):
         checks.check_tensor(name, value)
-    vocab_size = vocab_ranges[-1][1] if vocab_ranges else 0
-    ranges = check_vocab_ranges(vocab_size, group.size(), None, vocab_ranges)
+    ranges = check_vocab_ranges(None, group.size(), None, vocab_ranges)
     start, end = ranges[group.rank()]
-    shard = _Shard(group, vocab_size, start, end, top_n, rank, entropy, backend)
+    shard = _Shard(group, ranges[-1][1], start, end, top_n, rank, entropy, backend)
     if given_ids is None:
         given_ids = next_token_ids.new_empty(next_token_ids.numel(), 0)
     apply: Any = _ShardedLogprobs.apply

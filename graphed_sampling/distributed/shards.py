@@ -39,13 +39,13 @@ def even_vocab_ranges(
 
 
 def check_vocab_ranges(
-    vocab_size: int,
+    vocab_size: int | None,
     num_ranks: int,
     shard_sizes: Sequence[int] | None = None,
     vocab_ranges: Sequence[Sequence[int]] | None = None,
 ) -> VocabRanges:
     """The ranges that were asked for, by default even ones. ValueError unless there is one for each
-    rank and they follow each other without gaps from 0 to vocab_size."""
+    rank and they follow each other without gaps from 0 to vocab_size, or for None to anywhere."""
     if shard_sizes is not None and vocab_ranges is not None:
         raise ValueError("shard_sizes and vocab_ranges say the same: give one of them")
     ranges: VocabRanges
@@ -56,13 +56,14 @@ def check_vocab_ranges(
         ranges = tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
     elif vocab_ranges is not None:
         name, given = "vocab_ranges", str(list(vocab_ranges))
-        if any(len(pair) != 2 for pair in vocab_ranges):
+        if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in vocab_ranges):
             raise ValueError(f"vocab_ranges = {given} is not accepted: pairs of start and end")
         ranges = tuple(
             (as_int(name, start, "pairs of integers"), as_int(name, end, "pairs of integers"))
             for start, end in vocab_ranges
         )
     else:
+        assert vocab_size is not None
         return even_vocab_ranges(vocab_size, num_ranks)
     if len(ranges) != num_ranks:
         raise ValueError(f"{name} = {given} is not accepted: one for each of {num_ranks} ranks")
@@ -73,7 +74,7 @@ def check_vocab_ranges(
                 f"{name} = {given} is not accepted: the ranges must follow each other without gaps"
             )
         expected = end
-    if expected != vocab_size:
+    if vocab_size is not None and expected != vocab_size:
         raise ValueError(
             f"{name} = {given} is not accepted: they end at {expected}, the vocabulary at "
             f"{vocab_size}"

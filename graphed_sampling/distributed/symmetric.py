@@ -7,7 +7,6 @@ and every rank has the bits of a single device's step with the `cuda` backend.
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any, Final, NamedTuple
 
@@ -20,10 +19,8 @@ from graphed_sampling.distributed.shards import VocabRanges
 from graphed_sampling.sampler import TableStep
 from graphed_sampling.table import RequestTable
 
-_TOLD_WORDS: Final = 8
-"""Of an exchange buffer's beginning, which tells of a failure."""
 _LOOK_SECONDS: Final = 0.005
-"""At least so much time lies between two looks at it: a fast loop does not look at every step."""
+"""At least so much time lies between two looks for a failure: a fast loop has none every step."""
 _ALIGNMENT: Final = 16  # bytes
 
 
@@ -95,8 +92,10 @@ class SymmetricStep(TableStep):
             limit_ns=int(limit * 1e9),
         )
         on_gpu = device.type == "cuda"
-        self._told = torch.zeros(_TOLD_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._told_failure = self._told.numpy()[self._kernels._FAILURE]
+        self._told_words = exchange.own[: self._kernels.FAILURE_WORDS]
+        self._told = torch.zeros(
+            self._kernels.FAILURE_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu
+        )
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._last_look = 0.0
 
@@ -107,21 +106,16 @@ class SymmetricStep(TableStep):
         has failed stays so, and looks lie beside the steps, on a stream of their own.
         """
         now = time.monotonic()
-        if now - self._last_look >= _LOOK_SECONDS:
-            self._last_look = now
-            if self._stream is None:
-                self._look()
-            else:
-                with torch.cuda.stream(self._stream):
-                    self._look()
-        if not self._told_failure.any():
+        if now - self._last_look < _LOOK_SECONDS:
             return None
-        message = str(self._kernels.failure(self._told))
-        named = re.match(r"rank (\d+)", message)
-        return (message, (int(named[1]),)) if named else None
-
-    def _look(self) -> None:
-        self._told.copy_(self._exchange[:_TOLD_WORDS], non_blocking=True)
+        self._last_look = now
+        if self._stream is None:
+            self._told.copy_(self._told_words)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._told.copy_(self._told_words, non_blocking=True)
+        failure = self._kernels.failure(self._told)
+        return None if failure is None else (str(failure), (failure.rank,))
 
     def __call__(
         self,

@@ -47,7 +47,7 @@ class VocabParallelSampler(BucketedSampler):
     out, so that its buckets are rounded up to multiples of the number of ranks.
     transport: "symmetric", the kernel of the `cuda` backend over memory that the GPUs of one host
     share; "exchange", collectives of any backend and host; "auto", symmetric where it serves.
-    timeout: seconds that a step may take, with the work before it on its stream.
+    timeout: seconds that a step may take, with the work before it on its stream: 0.01 to 1e6.
 
     ValueError, on all ranks, where they are not alike. A step raises `RankError` where a rank is
     late or gone or steps something else; so do all later calls, and the tables are then of no use.
@@ -138,26 +138,13 @@ class VocabParallelSampler(BucketedSampler):
             )
 
     def close(self) -> None:
-        """Stop watching the other ranks; it comes by itself when the sampler goes."""
+        """End the sampler: no step comes after it. It stops watching the other ranks, and lets go
+        of its graphs, which hold the group's communicator: `destroy_process_group` would wait for
+        them. It comes by itself when the sampler goes."""
+        self._graphs.clear()  # first: the watchdog may be ending the communicator
         self._agreement.close()
 
-    def _padded_step(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        grammar_bitmask: Tensor | None,
-        words: Tensor | None,
-        bucket: int,
-    ) -> None:
-        rows = logits.shape[0]
-        if rows == 0:
-            return
-        inputs = 2 * (grammar_bitmask is not None) + (words is not None)
-        self._agreement.enter(rows, bucket, inputs, self._inputs.claim)
-        super()._padded_step(logits, slots, grammar_bitmask, words, bucket)
+    def _run(self, rows: int, bucket: int) -> None:
+        self._agreement.enter(rows, bucket, self._given_now, self._inputs.claim)
+        super()._run(rows, bucket)
         self._agreement.leave()
-
-    def _run(self, bucket: int) -> None:
-        if not self._uses_graphs:
-            self._agreement.confirm()
-        super()._run(bucket)

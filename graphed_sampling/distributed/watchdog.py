@@ -7,12 +7,14 @@ where a step does not end within the timeout are the posts compared.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +29,8 @@ _TRAIL_STEPS: Final = 64
 _POSTS_IN_TIMEOUT: Final = 8
 _LONGEST_INTERVAL: Final = 1.0  # seconds
 _EVENTS: Final = 256
+_JOIN_SECONDS: Final = 5.0
+"""For the thread's last words with the store, which take milliseconds while that answers."""
 
 
 class RankError(RuntimeError):
@@ -44,10 +48,12 @@ class RankError(RuntimeError):
 class StepHeader(NamedTuple):
     """What all ranks must do alike in a step.
 
-    rows, bucket: how many there are, and the bucket they run in. inputs: which optional ones there
-    are. fingerprint: `RequestTable.fingerprint`, 0 where slots are on a GPU.
+    sampler: a number of its own. rows, bucket: how many there are, and the bucket they run in.
+    inputs: which optional ones there are. fingerprint: `RequestTable.fingerprint`, 0 where slots
+    are on a GPU.
     """
 
+    sampler: int
     step: int
     rows: int
     bucket: int
@@ -71,13 +77,18 @@ class _Post(NamedTuple):
     headers: dict[int, StepHeader]
     trails: dict[int, int]
 
+    @property
+    def newest(self) -> int:
+        """The last step that the rank has entered; -1 of one that has not posted yet."""
+        return max(self.headers, default=-1)
+
 
 class Watchdog:
     """Bounds the waits of one sampler's steps on one rank.
 
-    name: the same on all ranks, and no other watchdog's of the group. timeout: seconds that a step
-    may take, with what comes before it on its stream. aborts: whether to end a step that hangs on a
-    GPU with the group's communicator.
+    name: hexadecimal, the same on all ranks, and no other watchdog's of the group. timeout: seconds
+    that a step may take, with what comes before it on its stream. aborts: whether to end a step
+    that hangs on a GPU with the group's communicator.
     """
 
     def __init__(
@@ -99,41 +110,50 @@ class Watchdog:
         self._store = distributed_c10d.PrefixStore(f"graphed_sampling/{name}", store.clone())
         self._store.set_timeout(timedelta(seconds=max(timeout, 1.0)))
         self._lock = threading.Lock()
-        self._headers = deque([StepHeader(0, 0, 0, 0, 0)], maxlen=_HISTORY)
+        # Tuples, which the thread may read while a step puts others in their place.
+        before_all = StepHeader(int(name, 16) & 2**63 - 1, 0, 0, 0, 0, 0)
+        self._headers: tuple[StepHeader, ...] = (before_all,)
         self._trail = 0
-        self._trails: deque[tuple[int, int]] = deque(maxlen=_HISTORY)
+        self._trails: tuple[tuple[int, int], ...] = ()
         self._newest: _Enqueued | None = None
         self._pending: _Enqueued | None = None
         self._events = [torch.cuda.Event() for _ in range(_EVENTS)] if self._on_gpu else []
         self._beat = 0
         self._closed = threading.Event()
+        self._store_answers = True
         thread = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._closed, self.interval), daemon=True
+            target=_watch,
+            args=(weakref.ref(self), self._closed, self.interval, self._on_gpu),
+            daemon=True,
         )
-        weakref.finalize(self, self._closed.set)
+        # When the interpreter exits too: a thread that comes back from the store then ends it.
+        self._finalizer = weakref.finalize(self, _end, self._closed, thread)
         thread.start()
 
     def close(self) -> None:
-        """End the thread. Later steps are not watched."""
-        self._closed.set()
+        """End the thread, and the sampler's steps."""
+        self._finalizer()
 
-    def check(self) -> None:
-        """Raise what has failed."""
-        if self.failure is not None:
-            raise self.failure
+    @property
+    def header(self) -> StepHeader:
+        """Of the last step that was entered."""
+        return self._headers[-1]
 
     def enter(self, header: StepHeader) -> None:
         """A step begins; raises what failed before."""
-        self.check()
-        self._headers.append(header)
+        if self.failure is not None:
+            raise self.failure
+        if self._closed.is_set():
+            raise RuntimeError("the sampler was closed: it takes no more steps")
+        self._headers = (*self._headers[1 - _HISTORY :], header)
         self._trail = hash((self._trail, header))
         if header.step % _TRAIL_STEPS == 0:
-            self._trails.append((header.step, self._trail))
+            self._trails = (*self._trails[1 - _HISTORY :], (header.step, self._trail))
 
     def leave(self) -> None:
         """The step's work has been done, or on a GPU enqueued on the current stream."""
         if self._on_gpu:
-            step = self._headers[-1].step
+            step = self.header.step
             event = self._events[step % _EVENTS]
             event.record()
             self._newest = _Enqueued(step, event, time.monotonic())
@@ -156,7 +176,7 @@ class Watchdog:
         """What all ranks' posts say of a step that did not end, by default the last one; it waits
         for the posts to come."""
         if step is None:
-            step = self._headers[-1].step
+            step = self.header.step
         try:
             if self._adopt_failure():
                 assert self.failure is not None
@@ -169,8 +189,7 @@ class Watchdog:
                 f"({_first_line(str(error))})",
                 (),
             )
-        headers = {rank: post.headers.get(step) for rank, post in posts.items()}
-        missing = [rank for rank, header in headers.items() if header is None]
+        missing = [rank for rank, post in posts.items() if post.newest < step]
         if missing:
             gone = [rank for rank in missing if rank in silent]
             told = f"; the process of rank {_listed(gone)} does not answer" if gone else ""
@@ -179,38 +198,43 @@ class Watchdog:
                 f"{self.timeout:g} s{told} ({_first_line(cause)})",
                 missing,
             )
-        return self.disagreement(
-            {rank: header for rank, header in headers.items() if header is not None}
-        ) or self.fail(
+        # Hosts that are far ahead tell no more of the step.
+        headers = {r: post.headers[step] for r, post in posts.items() if step in post.headers}
+        return self.disagreement(step, headers) or self.fail(
             f"step {step} did not end within {self.timeout:g} s, although all ranks reached it "
             f"({_first_line(cause)})",
             (),
         )
 
-    def disagreement(self, headers: Mapping[int, StepHeader]) -> RankError | None:
+    def disagreement(self, step: int, headers: Mapping[int, StepHeader]) -> RankError | None:
         """The failure that ranks have other headers than most; None where all are equal."""
         for name in StepHeader._fields:
             values = {rank: getattr(header, name) for rank, header in headers.items()}
-            usual = Counter(values.values()).most_common(1)[0][0]
-            others = [rank for rank, value in values.items() if value != usual]
+            usual = Counter(values.values()).most_common(1)
+            others = [rank for rank, value in values.items() if value != usual[0][0]]
             if others:
                 told = f"{name}: " + ", ".join(f"{v} on rank {rank}" for rank, v in values.items())
                 if name == "fingerprint":
                     told = f"rank {_listed(others)} has other slots, or other requests in them"
-                step = headers[self.rank].step
+                if name == "sampler":
+                    told = f"rank {_listed(others)} steps another sampler of the group"
                 return self.fail(f"step {step}: the ranks disagree, {told}", others)
         return None
 
     # The thread's part, and what diagnosis shares with it.
 
     def watch(self) -> None:
-        """One round of the thread. RuntimeError where the store has gone."""
-        self._post()
-        self._adopt_failure()
+        """One round of the thread."""
+        if self._store_answers:
+            try:
+                self._post()
+                self._adopt_failure()
+                if self._on_gpu and self.failure is None:
+                    self._compare()
+            except RuntimeError:
+                self._store_answers = False  # a step that fails of it says so
         if not self._on_gpu:
             return  # there a step begins with a comparison, and all waits are bounded
-        if self.failure is None:
-            self._compare()
         pending = self._find_pending()
         if pending is None:
             return
@@ -238,8 +262,8 @@ class Watchdog:
         self._beat += 1
         post = {
             "beat": self._beat,
-            "headers": [list(header) for header in tuple(self._headers)],
-            "trails": list(self._trails),
+            "headers": self._headers,
+            "trails": self._trails,
         }
         self._store.set(f"post/{self.rank}", json.dumps(post))
 
@@ -264,7 +288,7 @@ class Watchdog:
         first = self._read_posts()
         while True:
             posts = self._read_posts()
-            if all(step in post.headers for post in posts.values()) or time.monotonic() > end:
+            if all(post.newest >= step for post in posts.values()) or time.monotonic() > end:
                 return posts, {r for r, post in posts.items() if post.beat == first[r].beat}
             time.sleep(self.interval / 4)
 
@@ -273,7 +297,7 @@ class Watchdog:
         posts = self._read_posts()
         common = set.intersection(*(set(post.headers) for post in posts.values()))
         for step in sorted(common):
-            if self.disagreement({rank: post.headers[step] for rank, post in posts.items()}):
+            if self.disagreement(step, {r: post.headers[step] for r, post in posts.items()}):
                 return
         common = set.intersection(*(set(post.trails) for post in posts.values()))
         for step in sorted(common):
@@ -302,7 +326,11 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
-def _watch(reference: weakref.ref[Watchdog], closed: threading.Event, interval: float) -> None:
+def _watch(
+    reference: weakref.ref[Watchdog], closed: threading.Event, interval: float, on_gpu: bool
+) -> None:
+    if on_gpu:
+        _leave_captures_alone()
     while not closed.wait(interval):
         watchdog = reference()
         if watchdog is None:
@@ -310,5 +338,19 @@ def _watch(reference: weakref.ref[Watchdog], closed: threading.Event, interval: 
         try:
             watchdog.watch()
         except RuntimeError:
-            return  # the store has gone; a step that fails of it says so
+            return  # the device has failed: whatever comes next there says so
         del watchdog
+
+
+def _end(closed: threading.Event, thread: threading.Thread) -> None:
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
+
+
+def _leave_captures_alone() -> None:
+    """Let this thread ask for events while others capture graphs: where a capture is in CUDA's
+    global mode, torch's default, it would break it. The mode is a thread's own."""
+    mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    with suppress(OSError):  # on devices that are not NVIDIA's
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
