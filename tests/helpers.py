@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -79,8 +79,13 @@ class BackendDevice:
         return "words" not in backends.module(self.backend).REFUSES
 
     def require_words(self) -> None:
-        if not self.takes_words:
-            pytest.skip(f"{self.backend} refuses words and seeds of requests")
+        self.require_features({"words"})
+
+    def require_features(self, names: Set[str]) -> None:
+        """Skip the test, by name, where the backend refuses any of what it rests on."""
+        refused = names & backends.module(self.backend).REFUSES
+        if refused:
+            pytest.skip(f"{self.backend} refuses {', '.join(sorted(refused))}")
 
     @property
     def interpreted(self) -> bool:
