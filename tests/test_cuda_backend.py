@@ -522,6 +522,23 @@ def test_a_relay_of_more_rounds_than_it_lists(pair: BackendDevice, vocab: int) -
     assert (together[listed : 2 * listed, PositionRecord.FLAGS] == RowFlags.PADDING).all()
 
 
+def test_more_rows_than_31_bits_number(pair: BackendDevice) -> None:
+    """Rows that lie in the same memory: there may be any number of them."""
+    vocab, count = 16_384, 8 * multiprocessors(pair)
+    logits = rows_of_every_kind(24, vocab, torch.float32)[1:2].to(pair.device)
+    tokens = torch.arange(count, device=pair.device) % vocab
+    records = []
+    for number in (1, 2**31 + 8):
+        record = new_prompt_output(count, 3, device=pair.device)
+        torch.ops.graphed_sampling.prompt_logprobs_out(
+            logits.expand(number, vocab), tokens, record, backend="cuda", top_n=3,
+            rows=torch.full((count,), number - 1, device=pair.device),
+        )  # fmt: skip
+        records.append(record)
+    assert torch.equal(*records)
+    assert not records[0][:, PositionRecord.FLAGS].any()
+
+
 @pytest.mark.parametrize("vocab", [40, 3000, 20_000], ids=lambda v: f"V{v}")
 def test_the_order_of_threads_changes_no_bit(pair: BackendDevice, vocab: int) -> None:
     """Whatever runs first between two barriers: the same records and states."""
