@@ -9,6 +9,7 @@
 // no block ever stops reading: its warps go on to the next row, and one of them, each in its turn,
 // works out the row before by itself.
 #include <algorithm>
+#include <cstdint>
 
 #include "score_rows.h"
 #include "step/repair.h"
@@ -388,6 +389,8 @@ constexpr size_t relay_bytes(int groups) {
                                          static_cast<size_t>(groups);
   return std::max(own, shared_bytes(groups));
 }
+// What a block of a device of capability 8.6 or 8.9 may have, which is least.
+static_assert(relay_bytes(kRelayedGroups) <= 99 * 1024);
 
 // The positions of a block in so many rounds that have a row, one after the other, into the relay's
 // list; the others are padding, and get their record. How many have one.
@@ -519,11 +522,12 @@ cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic
     const bool aligned = reinterpret_cast<uintptr_t>(arguments.logits) % 16 == 0 &&
                          arguments.logits_stride * bytes_of_logit % 16 == 0 &&
                          layout.vocab_size % kPiece == 0;
+    const bool numbered = arguments.logits_rows <= INT32_MAX;  // by what a turn holds
     // A row by itself is sooner worked out by all warps.
-    const bool relayed = aligned && arguments.positions > kManyRounds * multiprocessors &&
-                         !arguments.rank && !arguments.entropy &&
-                         layout.max_logprobs <= kTopOfWarp && groups >= kWarps * kGroupsOfTile &&
-                         groups <= kRelayedGroups;
+    const bool relayed = aligned && numbered &&
+                         arguments.positions > kManyRounds * multiprocessors && !arguments.rank &&
+                         !arguments.entropy && layout.max_logprobs <= kTopOfWarp &&
+                         groups >= kWarps * kGroupsOfTile && groups <= kRelayedGroups;
     void (*const kernel)(ScoreArguments) = relayed ? by_warps : by_block;
     const size_t bytes = relayed ? relay_bytes(groups) : shared_bytes(groups);
     const cudaError_t allowed = allow_dynamic_shared(kernel, static_cast<int>(bytes));

