@@ -106,4 +106,6 @@ def main() -> dict[str, list[int] | str]:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("this example needs a GPU, and flashinfer-python")
     main()
