@@ -441,6 +441,9 @@ def listen(
     if not is_source:
         with pytest.raises(ValueError, match="logits are the source's"):
             sampler.logits_buffer(1)
+    sampler.close()
+    with pytest.raises(RuntimeError, match="the sampler was closed"):
+        sampler(zeros(1), torch.tensor([-1], dtype=torch.int32))
     return counts | {"least bytes": min(sizes), "most bytes": max(sizes)}
 
 
