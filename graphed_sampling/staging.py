@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphed_sampling.captures import captures_left_alone
+
 Words = npt.NDArray[np.int32]
 
 DESCRIPTOR_WORDS: Final = 4
@@ -163,12 +165,18 @@ class PinnedRing:
             )
         entry = self._entries[self._next]
         self._next = (self._next + 1) % len(self._entries)
-        if entry.event is not None and entry.in_flight and not entry.event.query():
-            start = time.perf_counter()
-            entry.event.synchronize()
-            self._stats.waits += 1
-            self._stats.wait_seconds += time.perf_counter() - start
+        if entry.event is not None and entry.in_flight:
+            with captures_left_alone():
+                self._wait(entry.event)
         return entry
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        if event.query():
+            return
+        start = time.perf_counter()
+        event.synchronize()
+        self._stats.waits += 1
+        self._stats.wait_seconds += time.perf_counter() - start
 
     def release(self, entry: _Entry, words: int) -> None:
         """What reads `words` words of `entry` has been enqueued on the current stream."""

@@ -7,20 +7,20 @@ where a step does not end within the timeout are the posts compared.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from graphed_sampling.captures import leave_captures_alone
 
 _HISTORY: Final = 64
 """Steps that a post tells of: the host may be so many ahead of the device."""
@@ -330,7 +330,7 @@ def _watch(
     reference: weakref.ref[Watchdog], closed: threading.Event, interval: float, on_gpu: bool
 ) -> None:
     if on_gpu:
-        _leave_captures_alone()
+        leave_captures_alone()
     while not closed.wait(interval):
         watchdog = reference()
         if watchdog is None:
@@ -346,11 +346,3 @@ def _end(closed: threading.Event, thread: threading.Thread) -> None:
     closed.set()
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
-
-
-def _leave_captures_alone() -> None:
-    """Let this thread ask for events while others capture graphs: where a capture is in CUDA's
-    global mode, torch's default, it would break it. The mode is a thread's own."""
-    mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    with suppress(OSError):  # on devices that are not NVIDIA's
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, TypeVar, get_args
 import torch
 
 from graphed_sampling._build_info import load_native
+from graphed_sampling.captures import captures_left_alone, leave_captures_alone
 
 T = TypeVar("T")
 Wait = Literal["auto", "eventfd", "poll", "thread"]
@@ -138,7 +139,8 @@ class _Poll:
         if self._future.done():  # cancelled
             return
         try:
-            passed = self._event.query()
+            with captures_left_alone():
+                passed = self._event.query()
         except Exception as error:
             self._future.set_exception(error)
             return
@@ -161,7 +163,9 @@ def _waiting_threads() -> ThreadPoolExecutor:
     global _threads
     with _threads_lock:
         if _threads is None:
-            _threads = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="gpu-future")
+            _threads = ThreadPoolExecutor(
+                _WAITING_THREADS, thread_name_prefix="gpu-future", initializer=leave_captures_alone
+            )
         return _threads
 
 
@@ -287,7 +291,8 @@ class _Hub:
         """The watchdog: errors to their waiters, and whoever's signal got lost is not forgotten."""
         for fd, (future, event) in list(self._in_flight.items()):
             try:
-                passed = event.query()
+                with captures_left_alone():
+                    passed = event.query()
             except Exception as error:
                 self._forget(fd)
                 DESCRIPTORS.set_adrift(fd)
@@ -382,7 +387,8 @@ class GraphSignal:
     def _look(self) -> None:
         for ticket, (future, event) in list(self._waiting.items()):
             try:
-                event.query()
+                with captures_left_alone():
+                    event.query()
             except Exception as error:
                 del self._waiting[ticket]
                 if not future.done():
