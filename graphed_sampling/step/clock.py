@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from graphed_sampling.captures import captures_left_alone
+
 
 class Base:
     """A moment on the GPU whose time on the host's clock is known."""
@@ -13,7 +15,8 @@ class Base:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
-        self.event.synchronize()
+        with captures_left_alone():
+            self.event.synchronize()
         self.seconds = time.perf_counter()
 
 
