@@ -480,11 +480,24 @@ def test_a_relay_of_warps_gives_the_bits_of_a_block(
         )  # fmt: skip
         return record.cpu()
 
+    before = gates_made(pair)
     with threads_in_order(seed) if seed else nullcontext():
         together = score(slice(count))
+    relayed = gates_made(pair)
+    assert (relayed > before) == (pair.emulated and top_n <= 24)  # else it is no relay
     for first in range(0, count, 8):
         alone = score(slice(first, first + 8))
         assert torch.equal(together[first : first + 8], alone), first
+    assert gates_made(pair) == relayed
+
+
+def gates_made(pair: BackendDevice) -> int:
+    """What tells the relay from the block's way, which has none; 0 on a GPU."""
+    if not pair.emulated:
+        return 0
+    count_gates = ctypes.CDLL(str(EMULATED)).graphed_sampling_emulation_count_gates
+    count_gates.restype = ctypes.c_int64
+    return int(count_gates())
 
 
 def multiprocessors(pair: BackendDevice) -> int:

@@ -203,6 +203,7 @@ int cluster_arrived = 0, cluster_ended = 0;  // threads
 Invoke kernel_invoke = nullptr;
 const void* kernel_closure = nullptr;
 GuardedMemory* shared_memory = nullptr;
+int64_t gates_made = 0;
 bool has_yielded = false;  // somebody, since the block was entered
 std::string failure;
 bool failed = false;
@@ -689,8 +690,11 @@ void yield() {
   suspend();
 }
 
+int64_t count_gates() { return gates_made; }
+
 // count | missing << 16 | phase << 32
 void gate_init(uint64_t* gate, unsigned count) {
+  ++gates_made;
   *gate = count | uint64_t{count} << 16;
   races::init_gate(gate);
 }

@@ -183,6 +183,8 @@ T* of_block(T* mine, unsigned rank, Site site = Site::current()) {
 
 // As in common/device.h; the word has the count, what is missing of it, and the phase.
 void gate_init(uint64_t* gate, unsigned count);
+// How many have been made, ever.
+int64_t count_gates();
 void gate_end(uint64_t* gate);
 void gate_arrive(uint64_t* gate);
 bool gate_passed(const uint64_t* gate, unsigned parity);

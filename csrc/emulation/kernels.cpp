@@ -71,6 +71,8 @@ STABLE_TORCH_LIBRARY_IMPL(graphed_sampling, CPU, library) {
 
 EXPORTED void graphed_sampling_emulation_set_order(uint64_t seed) { emulation::set_order(seed); }
 
+EXPORTED int64_t graphed_sampling_emulation_count_gates() { return emulation::count_gates(); }
+
 // How many clusters the device shall hold at once, of any shape.
 EXPORTED void graphed_sampling_emulation_set_most_clusters(int number) {
   emulation::set_most_clusters(number);
