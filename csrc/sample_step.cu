@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
   const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared);
+  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared,
+             clustered ? a.blocks_of_row : 1);
   if (clustered) cluster_wait();
   if (wishes.split) {
     __syncthreads();
@@ -120,7 +121,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   if (clustered) {
     cluster_arrive();
     cluster_wait();
-    if (part > 0) return;
+    if (part > 0) {
+      help_finishing<Logits>();
+      return;
+    }
   } else {
     __syncthreads();
   }
