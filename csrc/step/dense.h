@@ -99,6 +99,7 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int sets = task.groups / kGroupsOfTile * kSets;
   const int whole = Logits::kSharded ? 0 : tiles_to_load(row);
+  const bool plain = row.plain();
   int above = 0;
   Set<Logits> next = {};
   // One set is on its way while another is worked on.
@@ -120,8 +121,10 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
     for (int i = 0; i < kAtOnce; ++i) {
       const int first = tile_first(tile, first_piece + i, lane);
       const float base = finite_or_zero(load_now(maxima + first / kGroup));
+      // NaN reaches no bound.
       float y[kPiece];
-      y_of_pack<Logits>(row, loaded.packs[i], first, y);
+      Logits::unpack(loaded.packs[i].words, y);
+      if (!plain) y_of_pack<Logits>(row, loaded.packs[i], first, y);
       float parts[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
@@ -166,7 +169,7 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
         const int bit = __ffs(static_cast<int>(listed)) - 1;
         const int token = tile_first(tile, first_piece + bit / kPiece, lane) + bit % kPiece;
         float y = load_logit<Logits>(row, token);
-        if (!row.plain()) y = special_or(row, processed(row, y, token), token);
+        if (!plain) y = special_or(row, processed(row, y, token), token);
         task.bracket_y[place] = y;
         task.bracket_ids[place] = token;
       }
