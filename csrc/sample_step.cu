@@ -107,8 +107,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
       scratch_statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
+  // Greedy rows, and those with top_k, take no second pass.
+  const bool helped = clustered && (flags & kGreedy) == 0 && parameter(kParamTopK) <= 0;
   const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared);
+  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared,
+             helped ? a.blocks_of_row : 1);
   if (clustered) cluster_wait();
   if (wishes.split) {
     __syncthreads();
@@ -120,7 +123,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   if (clustered) {
     cluster_arrive();
     cluster_wait();
-    if (part > 0) return;
+    if (part > 0) {
+      if (helped) help_finishing<Logits>();
+      return;
+    }
   } else {
     __syncthreads();
   }

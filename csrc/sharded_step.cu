@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
                            record + 3 * groups, record + 4 * groups};
     const float scale = __int_as_float(parameter(kParamScale));
     const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-    begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, in_shared);
+    begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, in_shared, 1);
     if (thread <= s.ranks) shared.shards.starts[thread] = s.starts[thread];
     if (thread < s.ranks) shared.shards.rows[thread] = row_of_rank(thread);
     if (streams) {

@@ -22,6 +22,7 @@ from helpers import (
     BackendDevice,
     CheckedTable,
     backend_devices,
+    place,
     random_bitmask,
     random_params,
     random_words,
@@ -419,6 +420,60 @@ def test_clusters_change_no_bit(pair: BackendDevice, dtype: torch.dtype) -> None
         records.append(sampler._step.output.record.clone())
         assert not tickets(sampler, rows).any()
     assert torch.equal(*records)
+
+
+def test_blocks_of_a_cluster_share_flat_rows(pair: BackendDevice) -> None:
+    """A second pass by 5 blocks of a cluster, and by the one block that takes the last ticket: the
+    same records. Rows that need it lie beside others that do not."""
+    vocab = 70_000
+    asked: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"min_p": 0.01},
+        {"min_p": 0.2, "top_p": 0.8},
+        {"top_n_sigma": 1.5, "top_p": 0.5},
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "top_p": 0.95},
+        {"logit_bias": {5: 1.0, 69_999: -1.0}, "bad_words_ids": [[7]], "top_p": 0.7},
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+    ]
+    rows = len(asked)
+    rng = np.random.default_rng(11)
+    values = rng.normal(0, 0.3, (rows, vocab)).astype(np.float32)
+    values[4, 3] = np.nan
+    values[8, [1, 4097, 65_000]] = np.inf
+    for placement in ("contiguous", "unaligned"):
+        records = []
+        for clusters in (True, False):
+            checked = CheckedTable(pair, vocab, rows, seed=0)
+            for i, params in enumerate(asked):
+                checked.admit(SamplingParams(seed=i, logprobs=0, **params), [1, 2, 9], [3, 3, 4])
+            placed = place(values, pair.device, torch.bfloat16, placement)
+            with launches(pair, clusters=clusters):
+                host = checked.step(placed.logits, range(rows))
+            checked.check_state()
+            checked.tally.check(ambiguous=0.2)
+            assert not any(cuda.by_row(checked.sampler._step._scratch, checked.table.layout, 7))
+            records.append(host.record)
+        assert torch.equal(*records), placement
+
+
+@pytest.mark.parametrize("tokens", [200, 500, 520, 1900])
+def test_typical_p_of_lists_of_any_length(pair: BackendDevice, tokens: int) -> None:
+    """So many tokens hold nearly everything, at few distances from the mean or at many."""
+    vocab, rows = 20_000, 4
+    rng = np.random.default_rng(tokens)
+    values = np.full((rows, vocab), -30.0, np.float32)
+    for row in range(rows):
+        ids = rng.permutation(vocab)[:tokens]
+        values[row, ids] = rng.integers(-3, 4, tokens) if row % 2 else rng.normal(0, 2, tokens)
+    checked = CheckedTable(pair, vocab, rows)
+    for row, typical_p in enumerate((0.2, 0.5, 0.9, 0.95)):
+        checked.admit(SamplingParams(seed=row, typical_p=typical_p, top_p=1.0, logprobs=0))
+    for _ in range(3):
+        checked.step(torch.from_numpy(values).to(pair.device), range(rows))
+    checked.check_state()
+    checked.tally.check(ambiguous=0.2)
 
 
 # Barriers.

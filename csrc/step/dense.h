@@ -30,20 +30,36 @@ __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float to
     shared.bins[block.thread()] = 0;
     __syncthreads();
     int64_t below_all = 0;
-    for (int i = block.thread(); i < sampled * kPieces; i += kThreads) {
-      const int group = static_cast<int>(int64_t{i / kPieces} * task.groups / sampled);
-      float y[kPiece];
-      piece_y<Logits>(task.row, group * kGroup + i % kPieces * kPiece, y);
+    const int pieces = sampled * kPieces;
 #pragma unroll 1
-      for (int j = 0; j < kPiece; ++j) {
-        const float z = z_of(y[j], task.largest, scale);
-        if (!(y[j] >= least) || z > high_z) continue;
-        // Integers, so that the order of their sums decides nothing.
-        const auto weight = static_cast<uint32_t>(ex2_approx(z - high_z) * unit + 0.5f);
-        if (z >= low_z) {
-          atomicAdd(&shared.bins[bins.bin(z)], weight);
-        } else {
-          below_all += weight;
+    for (int begin = block.thread(); begin < pieces; begin += kAtOnce * kThreads) {
+      const auto first_of = [&](int i) {
+        const auto place = static_cast<unsigned>(min(begin + i * kThreads, pieces - 1));
+        const unsigned group =
+            place / kPieces * static_cast<unsigned>(task.groups) / static_cast<unsigned>(sampled);
+        return static_cast<int>(group * kGroup + place % kPieces * kPiece);
+      };
+      Pack<Logits> packs[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) packs[i] = load_pack<Logits>(task.row, first_of(i));
+      // A loop, whose instructions come once, through which the packs move on.
+#pragma unroll 1
+      for (int i = 0; i < kAtOnce && begin + i * kThreads < pieces; ++i) {
+        float y[kPiece];
+        y_of_pack<Logits>(task.row, packs[0], first_of(i), y);
+#pragma unroll
+        for (int j = 0; j < kAtOnce - 1; ++j) packs[j] = packs[j + 1];
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          const float z = z_of(y[j], task.largest, scale);
+          if (!(y[j] >= least) || z > high_z) continue;
+          // Integers, so that the order of their sums decides nothing.
+          const auto weight = static_cast<uint32_t>(ex2_approx(z - high_z) * unit + 0.5f);
+          if (z >= low_z) {
+            atomicAdd(&shared.bins[bins.bin(z)], weight);
+          } else {
+            below_all += weight;
+          }
         }
       }
     }
@@ -70,78 +86,182 @@ __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float to
           high_z >= 0.0f ? kInf : task.largest + high_z / scale};
 }
 
-// The second pass: the mass of what each group has from `high` on, and a list of what lies between
-// `low` and `high`. Returns how many there are from `high` on; shared.count: in the list, or would
-// be if it were longer.
+// A block's part of `collect`: every `step`th set of 1024 tokens from the warp's own one on.
+// Returns a thread's part of how many there are from `high` on. count: of the list.
 template <class Logits>
-__device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
-  Task& task = shared.task;
-  const float scale = task.row.scale;
-  if (block.thread() == 0) shared.count = 0;
-  __syncthreads();
-  int64_t above = 0;
-  // A lane a piece, 4 groups a warp at a time, of which some are on their way.
-  constexpr int kGroupsOfWarp = kWarp / kPieces, kAhead = 4;
-  const int step = kWarps * kGroupsOfWarp;
-  const int lane = block.lane();
-  const auto piece_of = [&](int first) {
-    return (first + lane / kPieces) * kGroup + lane % kPieces * kPiece;
-  };
+__device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
+  const Shared& shared = the_shared();
+  const Task& task = shared.task;
+  const Row& row = shared.request.row;
+  const float low = shared.request.low, high = shared.request.high;
+  const float largest = shared.request.largest, scale = row.scale;
+  const float* maxima = task.at.maxima;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int sets = task.groups / kGroupsOfTile * kSets;
+  const int whole = Logits::kSharded ? 0 : tiles_to_load(row);
+  const bool plain = row.plain();
+  int above = 0;
+  Set<Logits> next = {};
+  // One set is on its way while another is worked on.
 #pragma unroll 1
-  for (int begin = block.warp() * kGroupsOfWarp; begin < task.groups; begin += kAhead * step) {
-    Pack<Logits> packs[kAhead];
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      packs[k] = load_pack<Logits>(task.row, piece_of(begin + k * step));
+  for (int set = first_set - step; set < sets; set += step) {
+    const Set<Logits> loaded = next;
+    if (set + step < sets) {
+      const int tile = (set + step) / kSets, number = (set + step) % kSets;
+      bool in_one_piece = false;
+      if constexpr (!Logits::kSharded) in_one_piece = tile < whole;
+      next = in_one_piece ? load_set<Logits>(row, tile, number, lane)
+                          : load_any_set<Logits>(row, tile, number, lane);
     }
+    if (set < 0) continue;
+    const int tile = set / kSets, first_piece = set % kSets * kAtOnce;
+    float sums[kAtOnce];
+    uint32_t listed = 0;
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int first = begin + k * step;
-      if (first >= task.groups) break;
-      const int group = first + lane / kPieces;
-      const int first_id = piece_of(first);
-      const float maximum = load_now(task.at.maxima + group);
-      const float base = finite_or_zero(maximum);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int first = tile_first(tile, first_piece + i, lane);
+      const float base = finite_or_zero(load_now(maxima + first / kGroup));
+      // NaN reaches no bound.
       float y[kPiece];
-      y_of_pack<Logits>(task.row, packs[k], first_id, y);
-      float sum = 0.0f;
-      int number = 0;
+      Logits::unpack(loaded.packs[i].words, y);
+      if (!plain) y_of_pack<Logits>(row, loaded.packs[i], first, y);
+      float parts[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        const bool over = y[i] >= high;
-        sum += over ? ex2_approx(z_of(y[i], base, scale)) : 0.0f;
+      for (int j = 0; j < kPiece; ++j) {
+        const bool over = y[j] >= high;
+        parts[j % 2] += over ? ex2_approx(z_of(y[j], base, scale)) : 0.0f;
         above += over ? 1 : 0;
-        number += y[i] >= low && !over ? 1 : 0;
+        listed |= (y[j] >= low && !over ? 1u : 0u) << (i * kPiece + j);
       }
-      for (int apart = 1; apart < kPieces; apart *= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, apart);
-      }
-      if (lane % kPieces == 0) task.masses[group] = group_mass(maximum, sum, task.largest, scale);
-      const int up_to = sum_up_to_lane(number, lane);
-      const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
-      if (appended == 0) continue;
-      // The order of the list decides nothing: every use of it sums, compares or sorts.
-      int place = 0;
-      if (lane == 0) place = atomicAdd(&shared.count, appended);
-      place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
-      if (number == 0) continue;
+      sums[i] = parts[0] + parts[1];
+    }
+    const float sum = sum_of_groups(sums, lane);
+    const int group = group_of_lane(tile, first_piece, lane);
+    if (lane_writes(lane)) {
+      task.masses[group] = group_mass(load_now(maxima + group), sum, largest, scale);
+    }
+    const int number = __popc(listed), up_to = sum_up_to_lane(number, lane);
+    const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+    if (appended == 0) continue;
+    // The order of the list decides nothing: every use of it sums, compares or sorts.
+    int place = 0;
+    if (lane == 0) place = atomicAdd(count, appended);
+    place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
+    if (place + number > kBracketed) continue;
+    if constexpr (Logits::kSharded) {
+      // To load them once more, as below, could be to fetch them from another device.
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        if (y[i] >= low && !(y[i] >= high)) {
-          if (place < kBracketed) {
-            task.bracket_y[place] = y[i];
-            task.bracket_ids[place] = first_id + i;
-          }
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int first = tile_first(tile, first_piece + i, lane);
+        float y[kPiece];
+        y_of_pack<Logits>(row, loaded.packs[i], first, y);
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          if ((listed >> (i * kPiece + j) & 1) == 0) continue;
+          task.bracket_y[place] = y[j];
+          task.bracket_ids[place] = first + j;
           ++place;
         }
       }
+    } else {
+#pragma unroll 1
+      for (; listed != 0; listed &= listed - 1, ++place) {
+        const int bit = __ffs(static_cast<int>(listed)) - 1;
+        const int token = tile_first(tile, first_piece + bit / kPiece, lane) + bit % kPiece;
+        float y = load_logit<Logits>(row, token);
+        if (!plain) y = special_or(row, processed(row, y, token), token);
+        task.bracket_y[place] = y;
+        task.bracket_ids[place] = token;
+      }
     }
   }
-  return block.sum(above);
+  return above;
+}
+
+// The second pass: the mass of what each group has from `high` on, and a list of what lies between
+// `low` and `high`. Returns how many there are from `high` on; shared.count: in the list, or would
+// be if it were longer. The other blocks of the row's cluster take their parts.
+template <class Logits>
+__device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
+  const Task& task = shared.task;
+  const int blocks = task.blocks;
+  if (block.thread() == 0) {
+    shared.count = 0;
+    shared.above = 0;
+    shared.request = {true, low, high, task.largest, task.row};
+  }
+  __syncthreads();
+  if (blocks > 1) {
+    constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(int32_t));
+    auto* words = reinterpret_cast<int32_t*>(&shared.request);
+    for (int i = block.thread(); i < (blocks - 1) * kWords; i += kThreads) {
+      of_block(words, static_cast<unsigned>(1 + i / kWords))[i % kWords] = words[i % kWords];
+    }
+    cluster_arrive();
+  }
+  const int above = collect_sets<Logits>(block.warp(), blocks * kWarps, &shared.count);
+  if (blocks > 1) {
+    cluster_wait();
+    cluster_arrive();
+    cluster_wait();
+  }
+  return block.sum(above) + shared.above;
+}
+
+// What the other blocks of a row's cluster do until its first one has finished the row: what that
+// one asks for. When it has exited, nobody has to arrive at the barrier any more.
+template <class Logits>
+__device__ __noinline__ void help_finishing() {
+  Shared& shared = the_shared();
+  Block block = {0};
+  for (;;) {
+    cluster_arrive();
+    cluster_wait();
+    if (!shared.request.wanted) return;
+    const int own = static_cast<int>(cluster_rank()) * kWarps + block.warp();
+    const int above = collect_sets<Logits>(own, static_cast<int>(cluster_size()) * kWarps,
+                                           of_block(&shared.count, 0u));
+    const int64_t all = block.sum(above);
+    if (block.thread() == 0) {
+      atomicAdd(of_block(&shared.above, 0u), static_cast<int>(all));
+      shared.request.wanted = false;
+    }
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+// Calls use(y, token) for each token of the list around the cut, of which some are on their way at
+// a time.
+template <class Use>
+__device__ inline void for_each_bracketed(const Task& task, int count, Use use) {
+  constexpr int kAhead = 4;
+#pragma unroll 1
+  for (int begin = static_cast<int>(threadIdx.x); begin < count; begin += kAhead * kThreads) {
+    int ids[kAhead];
+    float y[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = min(begin + i * kThreads, count - 1);
+      y[i] = __ldcg(task.bracket_y + at);
+      ids[i] = __ldcg(task.bracket_ids + at);
+    }
+    // A loop, whose instructions come once, through which they move on.
+#pragma unroll 1
+    for (int i = 0; i < kAhead && begin + i * kThreads < count; ++i) {
+      use(y[0], ids[0]);
+#pragma unroll
+      for (int j = 0; j < kAhead - 1; ++j) {
+        y[j] = y[j + 1];
+        ids[j] = ids[j + 1];
+      }
+    }
+  }
 }
 
 __device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
   int64_t mass = 0;
+#pragma unroll 4
   for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
     mass += __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group);
   }
@@ -189,15 +309,15 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
   static_assert(kLimb * kLimbs > kMassBits && (int64_t{kBracketed} << kLimb) < int64_t{1} << 32);
   for (int i = 0; i < kLimbs; ++i) shared.mass_limbs[i][thread] = 0;
   __syncthreads();
-  for (int i = thread; i < count; i += kThreads) {
-    const float y = task.bracket_y[i];
+  for_each_bracketed(task, count, [&](float y, int) {
     const int bin = bins.bin(y);
     int64_t mass = mass_at(y);
+#pragma unroll
     for (int limb = 0; limb < kLimbs; ++limb, mass >>= kLimb) {
       const auto part = static_cast<uint32_t>(mass & ((1 << kLimb) - 1));
       if (part > 0) atomicAdd(&shared.mass_limbs[limb][bin], part);
     }
-  }
+  });
   __syncthreads();
   int64_t inside, mine = 0;
   for (int i = kLimbs - 1; i >= 0; --i) mine = (mine << kLimb) + shared.mass_limbs[i][thread];
@@ -214,18 +334,17 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
 
   // Its tokens, sorted, have the cut among them.
   int64_t kept = 0;
-  for (int i = thread; i < count; i += kThreads) {
-    const float y = task.bracket_y[i];
+  for_each_bracketed(task, count, [&](float y, int token) {
     const int bin = bins.bin(y);
     if (bin < cut_bin) ++kept;
     if (bin == cut_bin) {
       const int place = atomicAdd(&shared.count, 1);
       if (place < kListed) {
         shared.list_y[place] = y;
-        shared.list_ids[place] = task.bracket_ids[i];
+        shared.list_ids[place] = token;
       }
     }
-  }
+  });
   __syncthreads();
   const int in_cut = shared.count;
   if (in_cut > kListed) return selection;
@@ -234,15 +353,13 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
   const int within = number_within(block, sorted, in_cut, left, &passed, mass_at);
   const uint64_t cut = sorted[within - 1];
   selection.kept = {task.largest, y_of_order(cut), id_of_order(cut)};
-  for (int i = thread; i < count; i += kThreads) {
-    const float y = task.bracket_y[i];
-    const int token = task.bracket_ids[i];
+  for_each_bracketed(task, count, [&](float y, int token) {
     if (order_of(y, token) >= cut) {
       // Integers: the order of the additions decides nothing.
       atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + token / kGroup,
                 static_cast<unsigned long long>(mass_at(y)));
     }
-  }
+  });
   selection.num_kept = static_cast<int>(above + block.sum(kept) + within);
   draw_from_masses<Logits>(shared, block, &selection);
   return selection;

@@ -96,7 +96,7 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
     }
     if (task.wishes.mean) mean = mean_of_groups(shared, block);
     if (top_p < 1.0f) {
-      if (!nucleus_bound(shared, block, maxima, top_p, &bound)) {
+      if (task.flat || !nucleus_bound(shared, block, maxima, top_p, &bound)) {
         if (later || !bracketed) return selection;
         return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
       }
@@ -166,6 +166,7 @@ __device__ __noinline__ void finish_row() {
     tables.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
   }
   const bool lists = task.row.has(kLists);
+  if (block.thread() == 0) task.flat = false;
   if (finish_usual<Logits>(shared, block, out, tables, stop)) return;
   __syncthreads();
   if (block.thread() == 0) {
@@ -265,7 +266,7 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 __device__ inline void begin_task(const StepArguments& a, const Source& source,
                                   const ScratchLayout& scratch, const Wishes& wishes,
                                   const Statistics& at, int32_t header, int32_t state_word,
-                                  int index, int slot, bool in_shared) {
+                                  int index, int slot, bool in_shared, int blocks) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -290,6 +291,8 @@ __device__ inline void begin_task(const StepArguments& a, const Source& source,
     task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
     task.groups = scratch.groups;
     task.in_shared = in_shared;
+    task.blocks = blocks;
+    shared.request.wanted = false;
     task.index = index;
     task.slot = slot;
   }

@@ -413,20 +413,34 @@ __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kep
                                          int64_t total, MassAt mass_at) {
   Task& task = shared.task;
   const int64_t position = position_of(task.word, total);
-  int64_t passed = 0;
-  for (int first = 0; first < task.groups; first += kThreads) {
-    const int group = first + block.thread();
-    const int64_t mass = group < task.groups ? mass_at(group) : 0;
-    int64_t inside;
-    const int64_t before = passed + block.sum_before(mass, &inside);
-    if (before <= position && position < before + mass) {
-      shared.drawn_group = {group, before, mass};
-    }
-    passed += inside;
-    if (passed > position) break;
-  }
+  // A thread's groups are neighbours.
+  const int each = (task.groups + kThreads - 1) / kThreads;
+  const int first = block.thread() * each, end = min(first + each, task.groups);
+  int64_t mine = 0;
+#pragma unroll 4
+  for (int group = first; group < end; ++group) mine += mass_at(group);
+  int64_t all;
+  const int64_t before = block.sum_before(mine, &all);
+  if (before <= position && position < before + mine) shared.drawn_group = {first, before, mine};
   __syncthreads();
-  return draw_in_group<Logits>(task, kept, total, shared.drawn_group, block.lane());
+  // Every warp goes through that thread's groups.
+  DrawnGroup drawn = shared.drawn_group;
+  const int lane = block.lane(), last = min(drawn.group + each, task.groups);
+#pragma unroll 1
+  for (;; drawn.group += kWarp) {
+    const int group = drawn.group + lane;
+    const int64_t mass = group < last ? mass_at(group) : 0;
+    const int64_t up_to = drawn.before + sum_up_to_lane(mass, lane);
+    const unsigned beyond = __ballot_sync(kAllLanes, position < up_to);
+    if (beyond == 0) {
+      drawn.before = of_lane(up_to, kWarp - 1);
+      continue;
+    }
+    const int in = __ffs(static_cast<int>(beyond)) - 1;
+    drawn = {drawn.group + in, of_lane(up_to - mass, in), of_lane(mass, in)};
+    break;
+  }
+  return draw_in_group<Logits>(task, kept, total, drawn, lane);
 }
 
 }  // namespace graphed_sampling

@@ -201,14 +201,51 @@ __device__ inline double kept_mean(Shared& shared, Block& block, int count, cons
 // The smallest distance from the mean within which what is kept weighs the target.
 __device__ inline double typical_reach(Shared& shared, Block& block, int count,
                                        const Filters& filters, int64_t target) {
+  const int thread = block.thread();
+  const auto distance_of = [&](int i) { return fabs(filters.mean - filters.z(shared.list_y[i])); };
+  const auto keeps = [&](int i) {
+    return i < count && filters.keeps(shared.list_y[i], shared.list_ids[i]);
+  };
+  constexpr int kCompared = 512;
+  if (count <= kCompared) {
+    // Each is compared with all. The bits of distances rise as they do.
+    constexpr uint64_t kOutside = ~uint64_t{0};
+    uint64_t* distances = shared.keys;
+    uint64_t* masses = shared.keys + kCompared;
+    for (int i = thread; i < count; i += kThreads) {
+      const bool kept = keeps(i);
+      distances[i] = kept ? static_cast<uint64_t>(__double_as_longlong(distance_of(i))) : kOutside;
+      masses[i] = kept ? static_cast<uint64_t>(mass_of(filters.weight(shared.list_y[i]))) : 0;
+    }
+    __syncthreads();
+    uint64_t reach = kOutside;
+    for (int i = thread; i < count; i += kThreads) {
+      const uint64_t own = distances[i];
+      if (own >= reach) continue;
+      uint64_t mass = 0;
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) mass += distances[j] <= own ? masses[j] : 0;
+      if (mass >= static_cast<uint64_t>(target)) reach = own;
+    }
+    return __longlong_as_double(static_cast<int64_t>(block.min_bits(reach)));
+  }
+  constexpr int kEach = kListed / kThreads;
+  double distances[kEach];
+  int64_t masses[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = thread + i * kThreads;
+    distances[i] = 0.0;
+    masses[i] = 0;
+    if (keeps(at)) {
+      distances[i] = distance_of(at);
+      masses[i] = mass_of(filters.weight(shared.list_y[at]));
+    }
+  }
   return smallest_reach(block, target, [&](double reach) {
     int64_t mass = 0;
-    for (int i = block.thread(); i < count; i += kThreads) {
-      const float y = shared.list_y[i];
-      if (filters.keeps(y, shared.list_ids[i]) && fabs(filters.mean - filters.z(y)) <= reach) {
-        mass += mass_of(filters.weight(y));
-      }
-    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) mass += distances[i] <= reach ? masses[i] : 0;
     return mass;
   });
 }

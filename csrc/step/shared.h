@@ -29,10 +29,12 @@ struct Task {
   int groups;
   bool in_shared;  // whether maxima and sums are in the block's shared memory
   int index, slot;
+  int blocks;                    // of the cluster that the row is finished by
   float largest;                 // of y, once it is known
   float raw_largest;             // of the logits
   int64_t total;                 // mass of y at the row's temperature, where that is wanted
   bool raw_known;                // whether raw_largest and Shared::raw_log are
+  bool flat;                     // whether a list for top_p alone would take too many groups
   uint64_t word;                 // of the draw
   int32_t header[kHeaderWords];  // of the parameters
   int32_t state[kStateRecent];   // before the step, without the recent tokens
@@ -59,9 +61,18 @@ struct DrawnGroup {
   int64_t before, mass;
 };
 
+// What a row's first block asks the others of its cluster to do: their part of `collect`.
+struct Request {
+  bool wanted;
+  float low, high, largest;
+  Row row;
+};
+
 struct Shared {
   StepArguments arguments;
   Task task;
+  Request request;
+  int above;  // how many tokens the other blocks have come upon
   int is_last;
   // What one thread found for all.
   int found;

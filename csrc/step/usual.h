@@ -333,7 +333,10 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     int groups;
     int place = block.sum_before(__popc(reaching), &groups);
     shared.bins[thread] = 0;
-    if (groups > kListedGroups) return false;
+    if (groups > kListedGroups) {
+      if (thread == 0) task.flat = wishes.total;
+      return false;
+    }
     for (; reaching != 0; reaching &= reaching - 1, ++place) {
       shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
     }
