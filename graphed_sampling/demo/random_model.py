@@ -78,42 +78,47 @@ class RandomModel:
         size = (shape.layers, 2, num_slots + 1, shape.kv_heads, capacity, head)
         self.cache = torch.zeros(size, dtype=self.dtype, device=device)
         angles = torch.outer(torch.arange(capacity), 10000.0 ** -torch.arange(0, 1, 2 / head))
-        self.cos, self.sin = (f(angles).to(device, self.dtype) for f in (torch.cos, torch.sin))
+        # Of rotary embeddings: x * cos, and x with its halves exchanged times sin.
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat([cos, cos], -1).to(device, self.dtype)
+        self.sin = torch.cat([-sin, sin], -1).to(device, self.dtype)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, slots: Tensor, span: int) -> Tensor:
         """[n, hidden] after the last of each row's tokens.
 
         token_ids, positions: int64 [n, t]. slots: int64 [n]. span: above all positions.
         """
+        # Few kernels a layer: so small a model takes the time of its kernels' number.
         shape = self.shape
         n, t = token_ids.shape
         groups, head = shape.heads // shape.kv_heads, shape.hidden // shape.heads
-        visible = torch.arange(span, device=self.device) <= positions.unsqueeze(-1)  # [n, t, span]
-        visible = visible.repeat_interleave(groups, 1).unsqueeze(1)
+        turned = shape.heads + shape.kv_heads
+        # Heads that share keys are rows of one matrix: [n * kv_heads, t * groups, head].
+        hidden_from = torch.arange(span, device=self.device) > positions.unsqueeze(-1)
+        bias = torch.zeros(n, t, span, dtype=self.dtype, device=self.device)
+        bias = bias.masked_fill_(hidden_from, -torch.inf).repeat_interleave(groups, 1)
+        bias = bias.repeat_interleave(shape.kv_heads, 0)
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
-
-        def turn(x: Tensor) -> Tensor:
-            a, b = x.chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-        x = self.embedding[token_ids]
+        x = self.embedding[token_ids].view(n * t, shape.hidden)
         rows = slots.unsqueeze(1)
         for (attend, merge, widen, narrow), cache in zip(self.layers, self.cache, strict=True):
-            packed = F.rms_norm(x, (shape.hidden,)) @ attend.T
-            packed = packed.view(n, t, shape.heads + 2 * shape.kv_heads, head)
-            query, key, value = packed.split([shape.heads, shape.kv_heads, shape.kv_heads], 2)
-            cache[0][rows, :, positions] = turn(key)
+            packed = (F.rms_norm(x, (shape.hidden,)) @ attend.T).view(n, t, -1, head)
+            mixed, value = packed.split([turned, shape.kv_heads], 2)
+            mixed = torch.addcmul(mixed * cos, mixed.roll(head // 2, -1), sin)
+            query, key = mixed.split([shape.heads, shape.kv_heads], 2)
+            cache[0][rows, :, positions] = key
             cache[1][rows, :, positions] = value
-            keys, values = cache[0][slots, :, :span], cache[1][slots, :, :span]
-            # Heads that share keys are rows of one matrix: [n, kv_heads, t * groups, head].
-            query = turn(query).view(n, t, shape.kv_heads, groups, head).transpose(1, 2)
-            scores = query.reshape(n, shape.kv_heads, t * groups, head) @ keys.transpose(2, 3)
-            scores = scores.masked_fill(~visible, -torch.inf) * head**-0.5
-            mixed = (scores.softmax(-1) @ values).view(n, shape.kv_heads, t, groups, head)
-            x = x + mixed.transpose(1, 2).reshape(n, t, shape.hidden) @ merge.T
+            keys = cache[0][slots, :, :span].flatten(0, 1)
+            values = cache[1][slots, :, :span].flatten(0, 1)
+            query = query.reshape(n, t, shape.kv_heads, groups, head).transpose(1, 2)
+            query = query.reshape(n * shape.kv_heads, t * groups, head)
+            scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=head**-0.5)
+            attended = torch.bmm(scores.softmax(-1), values)
+            attended = attended.view(n, shape.kv_heads, t, groups, head).transpose(1, 2)
+            x = torch.addmm(x, attended.reshape(n * t, shape.hidden), merge.T)
             gate, up = (F.rms_norm(x, (shape.hidden,)) @ widen.T).chunk(2, -1)
-            x = x + (F.silu(gate) * up) @ narrow.T
-        return F.rms_norm(x[:, -1], (shape.hidden,))
+            x = torch.addmm(x, F.silu(gate) * up, narrow.T)
+        return F.rms_norm(x.view(n, t, -1)[:, -1], (shape.hidden,))
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> None:
         torch.mm(hidden, self.head.T, out=out)
