@@ -99,6 +99,9 @@ def measure_calls(table: RequestTable, slots: list[int], repeats: int) -> list[R
                 "us",
             )
         )
+        if graph := sampler._graphs.get(min(b for b in sampler.row_buckets if b >= n)):
+            launch = median_microseconds(graph.replay, repeats, f"{n} rows, the launch")
+            rows.append(("  of which cudaGraphLaunch takes", launch, "us"))
         samples = []
         for i in range(repeats // 10 + 1):
             for slot, params in zip(slots[:n], changes, strict=False):
