@@ -110,11 +110,14 @@ def gpu_worker(milliseconds: float) -> tuple[Any, Callable[[], Callable[[], floa
     torch.cuda.synchronize()
     cycles = int(10_000_000 * milliseconds / probe[0].elapsed_time(probe[1]))
 
+    # The device's clock beside the host's, once: to ask for it in each round would be work too.
+    base = torch.cuda.Event(enable_timing=True)
+    base.record()
+    base.synchronize()
+    now = time.perf_counter()
+
     def work() -> Callable[[], float]:
-        base, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        base.record()
-        base.synchronize()
-        now = time.perf_counter()
+        end = torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(cycles)
         end.record()
         return lambda: now + base.elapsed_time(end) / 1000
