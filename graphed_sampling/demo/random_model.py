@@ -101,6 +101,7 @@ class RandomModel:
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
         x = self.embedding[token_ids].view(n * t, shape.hidden)
         rows = slots.unsqueeze(1)
+        both = torch.cat([slots, slots + self.num_slots + 1])  # keys, and values behind them
         for (attend, merge, widen, narrow), cache in zip(self.layers, self.cache, strict=True):
             packed = (F.rms_norm(x, (shape.hidden,)) @ attend.T).view(n, t, -1, head)
             mixed, value = packed.split([turned, shape.kv_heads], 2)
@@ -108,8 +109,7 @@ class RandomModel:
             query, key = mixed.split([shape.heads, shape.kv_heads], 2)
             cache[0][rows, :, positions] = key
             cache[1][rows, :, positions] = value
-            keys = cache[0][slots, :, :span].flatten(0, 1)
-            values = cache[1][slots, :, :span].flatten(0, 1)
+            keys, values = cache.flatten(0, 1)[both, :, :span].view(2, -1, span, head)
             query = query.reshape(n, t, shape.kv_heads, groups, head).transpose(1, 2)
             query = query.reshape(n * shape.kv_heads, t * groups, head)
             scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=head**-0.5)
