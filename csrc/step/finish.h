@@ -211,6 +211,7 @@ __device__ __noinline__ void finish_row() {
   // For who wants to know by which way a row went.
   if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
+  keep_in_row<Logits>(task.row, &selection);
   report<Logits>(shared, block, a.layout, out, tables, selection, row_flags, stop);
 }
 

@@ -168,6 +168,15 @@ __device__ inline __noinline__ uint64_t draw_word() {
                              static_cast<uint64_t>(load_i64(task.state + kStatePosition)), 0);
 }
 
+// Of a row whose statistics are wrong, what is drawn may be no token; then it is another one.
+template <class Logits>
+__device__ inline void keep_in_row(const Row& row, Selection* selection) {
+  if constexpr (Logits::kInformed) {
+    int& token = selection->drawn.token;
+    if (static_cast<unsigned>(token) >= static_cast<unsigned>(row.vocab)) token = 0;
+  }
+}
+
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
 template <class Logits>
 __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
@@ -349,6 +358,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
       if (!selection.complete) return false;
+      keep_in_row<Logits>(row, &selection);
       report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
       return true;
     }
@@ -373,6 +383,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     }
   }
 
+  keep_in_row<Logits>(row, &selection);
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
   const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
