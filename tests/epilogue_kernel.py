@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,9 +10,8 @@ from graphed_sampling.epilogue import store_group_stats
 
 @triton.jit
 def copy_with_stats(
-    logits: Any, copy: Any, stats: Any, num_rows: Any, width: Any, vocab_size: Any,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, copy, stats, num_rows, width, vocab_size, ROWS: tl.constexpr, TOKENS: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first_token = tl.program_id(1) * TOKENS
     tokens = first_token + tl.arange(0, TOKENS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,26 @@ def test_tiles_store_them(dtype: str, tokens_of_tile: int) -> None:
         ratio = stored[:, 1][~marked] - expected[:, 1][~marked]
         assert ratio.abs().max() <= 64 * 2e-6
     assert marked.any()
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [3, 40])
+def test_the_fused_head_of_the_example(pair: BackendDevice, rows: int) -> None:
+    """Its logits, their statistics, and the tokens of both steps: `check` compares them."""
+    path = Path(__file__).parents[1] / "examples/fused_lm_head.py"
+    if not path.is_file():
+        pytest.skip("the sources are not here")
+    spec = importlib.util.spec_from_file_location("fused_lm_head", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(n, 256, generator=generator) for n in (rows, 300))
+    # Triton's interpreter multiplies bf16 as if it were integers.
+    dtype = torch.float16 if pair.emulated else torch.bfloat16
+    ways = example.Pipelines(hidden.to(pair.device, dtype), (weight / 6).to(pair.device, dtype))
+    for ways.tile in example.tiles_for(rows)[:2]:
+        assert ways.check().fused.shape == (rows,)
 
 
 # Steps that are given them.
