@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import signal
 import sys
@@ -41,6 +42,7 @@ from graphed_sampling import (
     UnsupportedFeatureError,
     backends,
     group_stats,
+    group_stats_shape,
 )
 from graphed_sampling.layout import RowFlags
 from graphed_sampling.reference import RowResult, raw_logprobs, sample_row
@@ -326,6 +328,11 @@ class References:
         if key not in self.known:
             self.known[key] = compute()
         return self.known[key]
+
+
+def stats_bytes(vocab: int) -> int:
+    """Of a row's `group_stats`, the least that a step with them reads."""
+    return 4 * math.prod(group_stats_shape(1, vocab))
 
 
 def stats_of(logits: Tensor) -> Tensor:
@@ -638,13 +645,11 @@ class Bench:
         largest = max(options.batches)
         if self.on_gpu and "padding" in options.names:
             largest = max(largest, *PADDING)
-        window_rows = options.features_batch + options.p99_inputs
-        self.inputs = Inputs(
-            options.device,
-            largest,
-            window_rows if "p99" in options.names else 0,
-            options.recorded,
-        )
+        least_rows = options.features_batch + options.p99_inputs if "p99" in options.names else 0
+        if self.on_gpu and any(n in CLASSES and CLASSES[n].group_stats for n in options.names):
+            bytes_read = stats_bytes(min(options.vocabs))
+            least_rows = max(least_rows, common.rows_for_cold(options.device, bytes_read))
+        self.inputs = Inputs(options.device, largest, least_rows, options.recorded)
         self.references = References()
         self.figures: list[Figure] = []
         self.comparisons: list[Comparison] = []
@@ -704,7 +709,10 @@ class Bench:
     def _backend(self, backend: str, case: Case, job: Job, *, rows: int | None = None) -> Figure:
         """A backend's step of a case at a job's shape; `rows` of them real, if not all."""
         name = case.name if rows is None else f"{case.name}, {rows} in {job.batch}"
-        buffers = self.inputs.buffers(case.inputs, job.vocab, DTYPES[job.dtype], job.batch)
+        row_bytes = stats_bytes(job.vocab) if case.group_stats else None
+        buffers = self.inputs.buffers(
+            case.inputs, job.vocab, DTYPES[job.dtype], job.batch, row_bytes
+        )
         return self._measure(
             Figure(name, backend, "backend", job.dtype, job.batch, job.vocab),
             lambda: BackendStep(backend, case, buffers, self.references, rows),
