@@ -107,12 +107,15 @@ __device__ __forceinline__ void step(const StepArguments& a,
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
   // Whoever the row belongs to: so they come beside what tells.
   [[maybe_unused]] Given given_statistics = {};
-  [[maybe_unused]] bool heeds_given = true;
+  [[maybe_unused]] int32_t heeds_given = 1;
   if constexpr (Logits::kInformed) {
     if (part == 0) given_statistics.ask_for(group_stats, a.layout.vocab_size, index);
-    if (a.given != nullptr) heeds_given = a.given[2] != 0;
+    if (a.given != nullptr) heeds_given = a.given[2];
   }
   const int given_slot = a.slots[index];
+  if constexpr (Logits::kInformed) {
+    if (part == 0 && threadIdx.x == kThreads - kWarp) shared.arguments = a;
+  }
   const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
   // Of few rows the logits are asked for before it is known whether the row has a slot.
   const bool early = !Logits::kInformed && a.rows <= kFewRows;
@@ -179,16 +182,18 @@ __device__ __forceinline__ void step(const StepArguments& a,
   if constexpr (Logits::kInformed) {
     const float scale = __int_as_float(parameter(kParamScale));
     const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-    if (heeds_given && raw_suffice(wishes, scale)) {
+    // A shuffle: a comparison would be made, and waited for, before all else is asked for.
+    const bool heeded = __shfl_sync(kAllLanes, heeds_given, 0) != 0;
+    if (heeded && raw_suffice(wishes, scale)) {
       // As above.
       if (blocks > 1 && !clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
       if (part > 0) return;
       const bool in_shared = scratch.groups <= kSharedGroups;
       auto* apart = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
       const Statistics at = statistics_from(in_shared ? the_statistics() : apart, apart, scratch);
-      begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, in_shared);
+      begin_task<true>(a, source, scratch, wishes, at, header, state_word, index, slot, in_shared);
       given_statistics.leave(at, source.vocab, scratch.groups);
-      if (threadIdx.x == 0) {
+      if (threadIdx.x == 4 * kWarp) {
         // If the statistics are wrong there may be nothing to find.
         shared.found = 0;
         shared.drawn_group = {0, 0, 1};

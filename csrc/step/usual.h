@@ -215,8 +215,11 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   // Not without tokens, and not with infinities.
   if (!(fabsf(range.high) < kInf)) return false;
 
-  // Each warp's part of the raw weights: they are added up when they are asked for.
-  if (wishes.raw) {
+  // Each warp's part of the raw weights: they are added up when they are asked for. Where nothing
+  // is read but tokens that may be drawn, that is done while these come.
+  const bool raw_later =
+      Logits::kInformed && wishes.raw && !greedy && !unfiltered && !row.has(kLists);
+  if (wishes.raw && !raw_later) {
     leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
                 wishes.split || wishes.both ? task.at.raw_sums : sums, raw_largest);
   }
@@ -347,13 +350,20 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
     }
     // Beside the loading of tokens, of which the last threads have none as a rule.
-    if (thread == kThreads - 1) {
-      task.word = draw_word();
-      task.total = total;
-      if (wishes.raw) shared.raw_log = log_of_parts(shared);
-    }
+    const auto know_draw = [&] {
+      if (thread == kThreads - 1) {
+        task.word = draw_word();
+        task.total = total;
+        if (wishes.raw && !raw_later) shared.raw_log = log_of_parts(shared);
+      }
+    };
+    if (!Logits::kInformed) know_draw();
     __syncthreads();
-    listed = list_candidates<Logits>(shared, block, row, groups, bound);
+    listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
+      know_draw();
+      if (raw_later) leave_parts(shared, block, owned, maxima, sums, largest);
+    });
+    if (raw_later && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
     if (listed > kListed) return false;
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
