@@ -44,6 +44,8 @@ from graphed_sampling import (
     backends,
     group_stats,
     group_stats_shape,
+    new_output,
+    new_scratch,
 )
 from graphed_sampling.distributed.exchange import ExchangeStep
 from graphed_sampling.distributed.symmetric import SymmetricStep
@@ -508,6 +510,39 @@ def test_backends_that_take_none_say_so(other: BackendDevice, kind: Any) -> None
     name = backends.module(other.backend).NAME
     with pytest.raises(UnsupportedFeatureError, match=f"'{name}' does not support group_stats"):
         kind(table, backend=other.backend, group_stats=True)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "torch"])
+def test_the_op_checks_them(pair: BackendDevice, backend: str) -> None:
+    table = RequestTable(3, 1500, device=pair.device)
+    table.admit(SamplingParams())
+    table.upload()
+    arguments = (
+        torch.zeros(3, 1500, device=pair.device),
+        torch.tensor([0, -1, -1], dtype=torch.int32, device=pair.device),
+        table.params,
+        table.state,
+        table.tables,
+        new_output(table, 3).record,
+        new_scratch(table, backend, 3),
+        table.layout.to_ints(),
+        backend,
+    )
+    stats = group_stats(arguments[0])
+    for wrong in (
+        {"group_stats": stats[:2]},
+        {"group_stats": stats, "given": stats[0, 0, :2].int()},
+    ):
+        message = "given is|group_stats is" if backend == "cuda" else "given is|does not support"
+        with pytest.raises(ValueError, match=message):
+            torch.ops.graphed_sampling.sample_step(*arguments, **wrong)
+    assert int(table.positions[0]) == 0
+    if backend == "torch":
+        with pytest.raises(UnsupportedFeatureError, match="'torch' does not support group_stats"):
+            torch.ops.graphed_sampling.sample_step(*arguments, group_stats=stats)
+    else:
+        torch.ops.graphed_sampling.sample_step(*arguments, group_stats=stats)
+        assert int(table.positions[0]) == 1
 
 
 @pytest.mark.parametrize("step", [ExchangeStep, SymmetricStep])
