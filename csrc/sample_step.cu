@@ -155,7 +155,9 @@ __device__ __forceinline__ void step(const StepArguments& a,
   // A lane has a word of each. Asked for after the logits they would come after them.
   const int32_t header = a.params[int64_t{slot} * a.layout.params_words() + lane];
   int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
-  const int32_t state_word = lane < kStateRecent ? state[lane] : 0;
+  const auto load_state = [&] { return lane < kStateRecent ? state[lane] : 0; };
+  // A row that is not read may be finished before its other blocks have begun.
+  [[maybe_unused]] int32_t state_word = !Logits::kInformed || part == 0 ? load_state() : 0;
   if (!early && !Logits::kInformed) load_first();
   const auto parameter = [&](int word) { return __shfl_sync(kAllLanes, header, word); };
 
@@ -164,6 +166,22 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const int flags = parameter(kParamFlags);
   const bool clustered = a.in_shared && blocks > 1;
   const bool admitted = (flags & kAdmitted) != 0;
+  [[maybe_unused]] bool is_read = true;
+  if constexpr (Logits::kInformed) {
+    const float scale = __int_as_float(parameter(kParamScale));
+    const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
+    // A shuffle: a comparison would be made, and waited for, before all else is asked for.
+    const bool heeded = __shfl_sync(kAllLanes, heeds_given, 0) != 0;
+    is_read = !heeded || !raw_suffice(wishes, scale);
+    if (is_read) {
+      if (part > 0) state_word = load_state();
+      load_first();
+    } else if (part > 0) {
+      // It counts as below, and of a cluster nobody waits for it.
+      if (!clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
+      return;
+    }
+  }
   if (!admitted || __shfl_sync(kAllLanes, state_word, kStateFinishReason) != 0) {
     if (part == 0) write_idle(a.layout, out, admitted ? state : nullptr);
     // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it;
@@ -180,14 +198,10 @@ __device__ __forceinline__ void step(const StepArguments& a,
     return;
   }
   if constexpr (Logits::kInformed) {
-    const float scale = __int_as_float(parameter(kParamScale));
-    const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-    // A shuffle: a comparison would be made, and waited for, before all else is asked for.
-    const bool heeded = __shfl_sync(kAllLanes, heeds_given, 0) != 0;
-    if (heeded && raw_suffice(wishes, scale)) {
-      // As above.
+    if (!is_read) {
       if (blocks > 1 && !clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
-      if (part > 0) return;
+      const float scale = __int_as_float(parameter(kParamScale));
+      const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
       const bool in_shared = scratch.groups <= kSharedGroups;
       auto* apart = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
       const Statistics at = statistics_from(in_shared ? the_statistics() : apart, apart, scratch);
@@ -202,7 +216,6 @@ __device__ __forceinline__ void step(const StepArguments& a,
       finish_row<Logits>();
       return;
     }
-    load_first();
   }
   // The first block's memory is written to only when that block is there.
   if (clustered) cluster_arrive();

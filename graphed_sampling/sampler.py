@@ -307,7 +307,7 @@ class TableStep:
             grammar_bitmask=grammar_bitmask,
             words=words,
             given=given,
-            group_stats=group_stats,
+            **({} if group_stats is None else {"group_stats": group_stats}),
         )
 
 
