@@ -30,7 +30,7 @@ __device__ inline Statistics statistics_from(float* closest, float* apart,
 }
 
 // A row's given statistics on their way to the block that finishes it.
-struct Given {
+struct GivenStatistics {
   // Vectors of 4 groups that a thread has of each: all where they fit into shared memory.
   static constexpr int kHeld = kSharedGroups / 4 / kThreads;
   const float* maxima;
@@ -42,7 +42,7 @@ struct Given {
   }
 
   __device__ void ask_for(const float* group_stats, int vocab, int index) {
-    groups = given_groups(vocab);
+    groups = groups_of_stats(vocab);
     maxima = group_stats + int64_t{index} * 2 * groups;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -87,7 +87,7 @@ struct Given {
     }
   }
 };
-static_assert(given_groups(1) % 4 == 0 && given_groups(kGroup * 4 + 1) == 8);
+static_assert(groups_of_stats(1) % 4 == 0 && groups_of_stats(kGroup * 4 + 1) == 8);
 
 // Whether the raw logits' statistics are all that a row wants.
 __device__ inline bool raw_suffice(const Wishes& wishes, float scale) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const unsigned part = blockIdx.x % blocks;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
   // Whoever the row belongs to: so they come beside what tells.
-  [[maybe_unused]] Given given_statistics = {};
+  [[maybe_unused]] GivenStatistics given_statistics = {};
   [[maybe_unused]] int32_t heeds_given = 1;
   if constexpr (Logits::kInformed) {
     if (part == 0) given_statistics.ask_for(group_stats, a.layout.vocab_size, index);

@@ -37,7 +37,9 @@ int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows);
 
 // So many groups of 64 tokens a row of group_stats has: a multiple of 4, so that each row's maxima
 // and sums are whole 16-byte vectors. What stands at groups without tokens is not looked at.
-GS_HOST_DEVICE constexpr int given_groups(int vocab_size) { return (vocab_size + 255) / 256 * 4; }
+GS_HOST_DEVICE constexpr int groups_of_stats(int vocab_size) {
+  return (vocab_size + 255) / 256 * 4;
+}
 
 // Enqueues one step of 1 to 2**24 rows. Returns the launch's error. Does not synchronise or
 // allocate, so it can be captured. group_stats: null, or of each row the maxima of its groups, then

@@ -113,7 +113,7 @@ inline const float* group_stats_of(const std::optional<Tensor>& group_stats,
                                    const StepArguments& a) {
   if (!group_stats.has_value()) return nullptr;
   check_place(*group_stats, "group_stats", logits);
-  const int groups = given_groups(a.layout.vocab_size);
+  const int groups = groups_of_stats(a.layout.vocab_size);
   STD_TORCH_CHECK(group_stats->scalar_type() == ScalarType::Float && group_stats->dim() == 3 &&
                       group_stats->size(0) == a.rows && group_stats->size(1) == 2 &&
                       group_stats->size(2) == groups && group_stats->is_contiguous() &&
