@@ -168,7 +168,8 @@ class Pipelines:
         self.hidden, self.weight, self.backend = hidden, weight, backend
         (rows, _), vocab = hidden.shape, weight.shape[0]
         self.logits = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
-        self.stats = torch.zeros(group_stats_shape(rows, vocab), device=hidden.device)
+        shape = group_stats_shape(rows, vocab)
+        self.stats = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
         self.tile = tiles_for(rows)[0]
         self.steps = self.new_steps()
 

@@ -109,7 +109,7 @@ class BucketedSampler:
             self._group_stats: Tensor | None = None
             if group_stats:
                 shape = group_stats_shape(rows, table.vocab_size)
-                self._group_stats = torch.zeros(shape, device=self.device)
+                self._group_stats = torch.zeros(shape, dtype=torch.float32, device=self.device)
             # Which optional inputs count in this step: bitmask, words, statistics. A captured graph
             # reads them all, and these tell it which to heed.
             self._given_choices = torch.tensor(

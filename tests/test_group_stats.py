@@ -432,6 +432,40 @@ def test_wrong_statistics_draw_tokens_still(seed: int) -> None:
     assert (output.token_ids < 1500).all()
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_flag_on_the_device_tells_whether_they_count(pair: BackendDevice, counts: bool) -> None:
+    """What a captured graph is told, with and without a mask and words beside them."""
+    asked = list(SUFFICES.values())
+    rows = len(asked)
+    logits = some_logits(rows).to(pair.device)
+    slots = torch.arange(rows, dtype=torch.int32, device=pair.device)
+    mask = torch.full((rows, 47), -1, dtype=torch.int32, device=pair.device)
+    words = random_words(np.random.default_rng(2), rows).to(pair.device)
+    good = group_stats(logits)
+    wrong = torch.full_like(good, 1e30)
+
+    def record(given: list[int] | None, stats: torch.Tensor | None) -> torch.Tensor:
+        table = RequestTable(rows, 1500, device=pair.device, seed=0, max_logprobs=4)
+        for seed, values in enumerate(asked):
+            table.admit(SamplingParams(seed=seed, **values), [1, 2, 9])
+        table.upload()
+        flags = None if given is None else torch.tensor(given).int().to(pair.device)
+        step = Sampler(table, pair.backend, group_stats=True)._step
+        optional = (None, None) if given is None else (mask, words)
+        step(logits, slots, *optional, flags, stats)
+        return step.output.record.cpu().clone()
+
+    for has_words in (0, 1):
+        if counts:
+            expected = record([0, has_words, 1], good)
+            if not has_words:
+                assert torch.equal(record(None, good), expected)
+            assert not torch.equal(record([0, has_words, 1], wrong), expected)
+        else:
+            expected = record([0, has_words], None)
+            assert torch.equal(record([0, has_words, 0], wrong), expected)
+
+
 def test_graphed_samplers_have_a_buffer(pair: BackendDevice) -> None:
     """Rows in the buffer are the step's without a copy; each step may come with or without."""
     table = RequestTable(4, 1500, device=pair.device)
