@@ -75,15 +75,19 @@ class Tile(NamedTuple):
     stages: int
 
 
+# Up to 110 KB of loads ahead leave room for a second tile, which loads while the first one ends.
 TILES = (
+    Tile(16, 64, 128, 4, 5),
     Tile(16, 64, 256, 4, 4),
+    Tile(16, 128, 128, 4, 3),
     Tile(16, 128, 128, 4, 5),
-    Tile(16, 128, 256, 4, 3),
+    Tile(32, 64, 128, 4, 4),
     Tile(32, 128, 128, 4, 4),
-    Tile(64, 64, 128, 4, 4),
+    Tile(64, 64, 128, 4, 3),
     Tile(64, 128, 64, 4, 4),
     Tile(64, 128, 128, 4, 3),
     Tile(64, 256, 64, 8, 4),
+    Tile(128, 128, 64, 8, 3),
     Tile(128, 128, 64, 8, 4),
     Tile(128, 256, 64, 8, 3),
     Tile(128, 256, 64, 8, 4),

@@ -172,12 +172,12 @@ def _sample_step(
     if given is not None:
         check_vector("given", given, 2 if group_stats is None else 3, torch.int32, device)
     module = backends.module(backends.resolve(backend, device))
-    optional = {}
+    step = module.sample_step
     if group_stats is not None:
         backends.check_takes_group_stats(module)
         check_group_stats(group_stats, group_stats_shape(rows, sizes.vocab_size))
         check_device("group_stats", group_stats, device)
-        optional["group_stats"] = group_stats
+        step = partial(step, group_stats=group_stats)  # not an argument of every backend's
     needed = module.scratch_words(sizes, rows)
     if not (
         scratch.dim() == 1
@@ -194,7 +194,7 @@ def _sample_step(
     if rows == 0:
         return
     with torch.no_grad():
-        module.sample_step(
+        step(
             logits,
             slots,
             params,
@@ -206,7 +206,6 @@ def _sample_step(
             grammar_bitmask=grammar_bitmask,
             words=words,
             given=given,
-            **optional,
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -294,7 +294,10 @@ class TableStep:
         given: Tensor | None = None,
         group_stats: Tensor | None = None,
     ) -> None:
-        torch.ops.graphed_sampling.sample_step(
+        step: Callable[..., None] = torch.ops.graphed_sampling.sample_step
+        if group_stats is not None:
+            step = partial(step, group_stats=group_stats)  # who gives none does not pay for it
+        step(
             logits,
             slots,
             self.table.params,
@@ -307,7 +310,6 @@ class TableStep:
             grammar_bitmask=grammar_bitmask,
             words=words,
             given=given,
-            **({} if group_stats is None else {"group_stats": group_stats}),
         )
 
 
