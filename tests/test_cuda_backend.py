@@ -115,6 +115,7 @@ class Arguments:
         self.grammar_bitmask: torch.Tensor | None = None
         self.words: torch.Tensor | None = None
         self.given: torch.Tensor | None = None
+        self.group_stats: torch.Tensor | None = None
 
     def run(self) -> None:
         torch.ops.graphed_sampling.cuda_step(*vars(self).values())
@@ -148,6 +149,9 @@ class Arguments:
             "the last dimension contiguous",
         ),
         ("given", lambda _: torch.zeros(1, dtype=torch.int32), "given must be"),
+        ("group_stats", lambda _: torch.zeros(2, 2, 1), r"group_stats must be .* \[n, 2, 4\]"),
+        ("group_stats", lambda _: torch.zeros(1, 2, 4), "group_stats must be"),
+        ("group_stats", lambda _: torch.zeros(2, 2, 4).double(), "group_stats must be"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )

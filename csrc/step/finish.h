@@ -212,6 +212,7 @@ __device__ __noinline__ void finish_row() {
   // For who wants to know by which way a row went.
   if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
+  keep_in_row<Logits>(task.row, &selection);
   report<Logits>(shared, block, a.layout, out, tables, selection, row_flags, stop);
 }
 
@@ -263,6 +264,10 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 
 // Lets the block know of its row. Behind it there is no barrier yet. A lane has a word each of the
 // header of the parameters, and of the state.
+//
+// kApart: nobody has anything else to do meanwhile, so that warps share the work, and the arguments
+// are there already.
+template <bool kApart = false>
 __device__ inline void begin_task(const StepArguments& a, const Source& source,
                                   const ScratchLayout& scratch, const Wishes& wishes,
                                   const Statistics& at, int32_t header, int32_t state_word,
@@ -272,17 +277,28 @@ __device__ inline void begin_task(const StepArguments& a, const Source& source,
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int flags = __shfl_sync(kAllLanes, header, kParamFlags);
   const float scale = __int_as_float(__shfl_sync(kAllLanes, header, kParamScale));
-  if (threadIdx.x == kThreads - kWarp) shared.arguments = a;
+  if (!kApart && threadIdx.x == kThreads - kWarp) shared.arguments = a;
   if (threadIdx.x / kWarp == 0) {
     task.header[lane] = header;
     if (lane < kStateRecent) task.state[lane] = state_word;
   }
-  if (threadIdx.x == 0) {
+  constexpr int kApartBy = kApart ? kWarp : 0;
+  if (threadIdx.x == kApartBy) {
     int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
     task.row = make_row(a, source, index, slot, flags, scale);
     task.row.bans = row_scratch + scratch.bans;
-    task.raw_row = task.row;
+    if (!kApart) {
+      task.raw_row = task.row;
+      task.raw_row.checks = 0;
+    }
+  }
+  if (kApart && threadIdx.x == 2 * kApartBy) {
+    task.raw_row = make_row(a, source, index, slot, flags, scale);
+    task.raw_row.bans = a.scratch + int64_t{index} * scratch.words + scratch.bans;
     task.raw_row.checks = 0;
+  }
+  if (threadIdx.x == 3 * kApartBy) {
+    int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
     task.wishes = wishes;
     task.at = at;
     task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);

@@ -7,9 +7,10 @@ namespace graphed_sampling {
 
 // Lists the tokens of listed groups with y >= bound, ids ascending; how many there are, of which as
 // many as fit are listed. row: whose y count, which may leave out what processing does.
-template <class Logits>
+// meanwhile(): what all threads do while the first tokens of Informed logits are on their way.
+template <class Logits, class Meanwhile>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
-                                      float bound) {
+                                      float bound, [[maybe_unused]] Meanwhile meanwhile) {
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
   static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
@@ -21,12 +22,27 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     uint32_t reaching = 0;
     int ids[kEach] = {};
     float y[kEach][kPiece] = {};
+    [[maybe_unused]] Pack<Logits> packs[kEach] = {};
+    if constexpr (Logits::kInformed) {
+      if (first < pieces) {
+        const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) packs[i] = load_pack<Logits>(row, id + i * kPiece);
+      }
+      if (begin == 0) meanwhile();
+    }
     if (first < pieces) {
       const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) piece_y<Logits>(row, ids[i], y[i]);
+      for (int i = 0; i < kEach; ++i) {
+        if constexpr (Logits::kInformed) {
+          y_of_pack<Logits>(row, packs[i], ids[i], y[i]);
+        } else {
+          piece_y<Logits>(row, ids[i], y[i]);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
@@ -69,6 +85,12 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
   }
   __syncthreads();
   return count;
+}
+
+template <class Logits>
+__device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
+                                      float bound) {
+  return list_candidates<Logits>(shared, block, row, num_groups, bound, [] {});
 }
 
 // The orders of a list's tokens, descending, which take the place of the groups' maxima.

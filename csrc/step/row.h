@@ -18,7 +18,7 @@ constexpr int kGroup = kPiece * kPieces;
 // The types of logits: how many 16-byte vectors a piece takes, what is in them, and the bits of
 // -inf.
 struct Float32 {
-  static constexpr bool kSharded = false;
+  static constexpr bool kSharded = false, kInformed = false;
   static constexpr int kVectors = 2;
   static constexpr uint32_t kNegInfBits = 0xFF800000u, kNegInfWord = 0xFF800000u;
   using Bits = uint32_t;
@@ -44,7 +44,7 @@ struct Float32 {
 };
 
 struct BFloat16 {
-  static constexpr bool kSharded = false;
+  static constexpr bool kSharded = false, kInformed = false;
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFF80u, kNegInfWord = 0xFF80FF80u;
   using Bits = uint16_t;
@@ -70,7 +70,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
-  static constexpr bool kSharded = false;
+  static constexpr bool kSharded = false, kInformed = false;
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFC00u, kNegInfWord = 0xFC00FC00u;
   using Bits = uint16_t;
@@ -93,6 +93,12 @@ struct Float16 {
     return fmaxf(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
                  half_to_float(static_cast<uint16_t>(word >> 16)));
   }
+};
+
+// The same of rows whose groups' statistics somebody else has worked out, and may have got wrong.
+template <class Base>
+struct Informed : Base {
+  static constexpr bool kInformed = true;
 };
 
 // The same of rows whose logits lie in shards, each in its owner's memory: whoever reads them finds

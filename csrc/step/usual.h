@@ -168,6 +168,15 @@ __device__ inline __noinline__ uint64_t draw_word() {
                              static_cast<uint64_t>(load_i64(task.state + kStatePosition)), 0);
 }
 
+// Of a row whose statistics are wrong, what is drawn may be no token; then it is another one.
+template <class Logits>
+__device__ inline void keep_in_row(const Row& row, Selection* selection) {
+  if constexpr (Logits::kInformed) {
+    int& token = selection->drawn.token;
+    if (static_cast<unsigned>(token) >= static_cast<unsigned>(row.vocab)) token = 0;
+  }
+}
+
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
 template <class Logits>
 __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
@@ -206,8 +215,11 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   // Not without tokens, and not with infinities.
   if (!(fabsf(range.high) < kInf)) return false;
 
-  // Each warp's part of the raw weights: they are added up when they are asked for.
-  if (wishes.raw) {
+  // Each warp's part of the raw weights: they are added up when they are asked for. Where nothing
+  // is read but tokens that may be drawn, that is done while these come.
+  const bool raw_later =
+      Logits::kInformed && wishes.raw && !greedy && !unfiltered && !row.has(kLists);
+  if (wishes.raw && !raw_later) {
     leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
                 wishes.split || wishes.both ? task.at.raw_sums : sums, raw_largest);
   }
@@ -341,17 +353,25 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
     }
     // Beside the loading of tokens, of which the last threads have none as a rule.
-    if (thread == kThreads - 1) {
-      task.word = draw_word();
-      task.total = total;
-      if (wishes.raw) shared.raw_log = log_of_parts(shared);
-    }
+    const auto know_draw = [&] {
+      if (thread == kThreads - 1) {
+        task.word = draw_word();
+        task.total = total;
+        if (wishes.raw && !raw_later) shared.raw_log = log_of_parts(shared);
+      }
+    };
+    if (!Logits::kInformed) know_draw();
     __syncthreads();
-    listed = list_candidates<Logits>(shared, block, row, groups, bound);
+    listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
+      know_draw();
+      if (raw_later) leave_parts(shared, block, owned, maxima, sums, largest);
+    });
+    if (raw_later && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
     if (listed > kListed) return false;
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
       if (!selection.complete) return false;
+      keep_in_row<Logits>(row, &selection);
       report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
       return true;
     }
@@ -376,6 +396,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     }
   }
 
+  keep_in_row<Logits>(row, &selection);
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
   const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
