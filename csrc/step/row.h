@@ -159,6 +159,7 @@ struct Row : Source {
   float scale;   // log2(e) / temperature
 
   __device__ bool has(int flag) const { return (flags & flag) != 0; }
+  __device__ bool masked() const { return (checks & (kCheckGrammar | kCheckAllowed)) != 0; }
   // Whether y is the logit.
   __device__ bool plain() const {
     return checks == 0 && num_bias + num_bans == 0 && special == kNormal;
@@ -251,16 +252,29 @@ __device__ inline float load_logit(const Row& row, int token) {
   return sanitised(Logits::value(load_bits<Logits>(row, token)));
 }
 
-// y of a token seen in the prompt or, in_output, in the output: each operation rounded once.
-__device__ inline float penalised(const Row& row, float y, int token, bool in_output) {
-  const float repetition = load_f32(row.params + kParamRepetitionPenalty);
-  y = y > 0.0f ? __fdiv_rn(y, repetition) : __fmul_rn(y, repetition);
+struct Penalties {
+  float repetition, frequency, presence;
+};
+
+__device__ inline Penalties penalties_of(const Row& row) {
+  return {load_f32(row.params + kParamRepetitionPenalty),
+          load_f32(row.params + kParamFrequencyPenalty),
+          load_f32(row.params + kParamPresencePenalty)};
+}
+
+// y of a token seen in the prompt or, in_output, so many times in the output: each operation
+// rounded once.
+__device__ inline float penalised(const Penalties& penalties, float y, bool in_output, int count) {
+  y = y > 0.0f ? __fdiv_rn(y, penalties.repetition) : __fmul_rn(y, penalties.repetition);
   if (in_output) {
-    const float count = static_cast<float>(row.counts[token]);
-    y = __fsub_rn(y, __fmul_rn(count, load_f32(row.params + kParamFrequencyPenalty)));
-    y = __fsub_rn(y, load_f32(row.params + kParamPresencePenalty));
+    y = __fsub_rn(y, __fmul_rn(static_cast<float>(count), penalties.frequency));
+    y = __fsub_rn(y, penalties.presence);
   }
   return y;
+}
+
+__device__ inline float penalised(const Row& row, float y, int token, bool in_output) {
+  return penalised(penalties_of(row), y, in_output, in_output ? row.counts[token] : 0);
 }
 
 __device__ inline bool bit_of(const uint8_t* bitmap, int token) {

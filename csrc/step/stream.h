@@ -1,6 +1,7 @@
 // The first pass: every logit once, of which it keeps maxima and sums of groups.
 #pragma once
 
+#include "block.h"
 #include "row.h"
 
 namespace graphed_sampling {
@@ -164,11 +165,10 @@ struct Exponents {
   }
 };
 
-// The sum of a set's weights, of the group that is the lane's. NaN where a logit of the group is
-// NaN or +inf. kWide: whether exponents may be wide.
+// The sum of a set's weights, from its base on, of the group that is the lane's. NaN where a logit
+// of the group is NaN or +inf. kWide: whether exponents may be wide.
 template <bool kWide, class Logits>
-__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
-                                  int lane) {
+__device__ inline float set_weights(const Set<Logits>& set, const Exponents& exponents, int lane) {
   float parts[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
@@ -182,13 +182,19 @@ __device__ inline float group_sum(const Set<Logits>& set, const Exponents& expon
     }
     parts[i] = sums[0] + sums[1];
   }
-  return sum_of_groups(parts, lane) * exponents.rebased(maximum).factor;
+  return sum_of_groups(parts, lane);
+}
+
+// The same from the group's own maximum on.
+template <bool kWide, class Logits>
+__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
+                                  int lane) {
+  return set_weights<kWide>(set, exponents, lane) * exponents.rebased(maximum).factor;
 }
 
 // The sum of weight * z, likewise.
 template <class Logits>
-__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents,
-                                     float maximum, float sum, int lane) {
+__device__ inline float set_moments(const Set<Logits>& set, const Exponents& exponents, int lane) {
   float parts[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
@@ -201,8 +207,14 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
       parts[i] += z < -126.0f ? 0.0f : ex2_approx(z) * z;
     }
   }
+  return sum_of_groups(parts, lane);
+}
+
+template <class Logits>
+__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents,
+                                     float maximum, float sum, int lane) {
   const Rebased rebased = exponents.rebased(maximum);
-  return sum_of_groups(parts, lane) * rebased.factor - rebased.z * sum;
+  return set_moments(set, exponents, lane) * rebased.factor - rebased.z * sum;
 }
 
 // Where a set's exponents start, from each lane's largest token.
@@ -300,77 +312,218 @@ __device__ inline void stream_tiles(const Source& source, const Wishes wishes, f
   if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
 
-// Of a lane's tokens of a set a bit each: those that no mask bans and that were not seen before,
-// those that were, and which of all were in the output.
-struct SetBits {
-  uint32_t clear, seen, in_output;
+// What a warp keeps of the tiles that it works on, in the block's shared memory.
+struct CheckedWarp {
+  uint32_t clear[2][2 * kWarp];  // of two tiles in turns: as GroupBits::clear
+  int32_t seen[kWarp];           // tokens: 2 * place in the tile + whether it is in the output
+  float x[kWarp], y[kWarp];      // theirs
 };
 
-template <class Logits>
-__device__ inline void load_checked_set(const Row& row, int tile, int number, int whole, int lane,
-                                        Set<Logits>& set, SetBits& bits) {
-  bool in_one_piece = false;
-  if constexpr (!Logits::kSharded) in_one_piece = tile < whole;
-  if (in_one_piece) {
-    set = load_set<Logits>(row, tile, number, lane);
-  } else {
-    set = load_any_set<Logits>(row, tile, number, lane);
-  }
-  bits = {0, 0, 0};
+// The calling warp's.
+__device__ inline CheckedWarp& the_checked_warp();
+
+// Lane i has group i of a tile. The words of the bitmaps for it, as they lie in memory; where there
+// is nothing to look at, what changes nothing.
+struct GroupWords {
+  uint32_t grammar[2], allowed[2], prompt[2], output[2];
+};
+
+__device__ inline GroupWords load_group_words(const Row& row, int tile, int lane) {
+  GroupWords words;
+  const int words_of_row = (row.vocab + 31) / 32;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const PieceBits piece = piece_bits(row, tile_first(tile, number * kAtOnce + i, lane));
-    bits.clear |= (piece.allowed & ~piece.seen) << (kPiece * i);
-    bits.seen |= (piece.allowed & piece.seen) << (kPiece * i);
-    bits.in_output |= piece.in_output << (kPiece * i);
+  for (int i = 0; i < 2; ++i) {
+    const int word = (tile * kWarp + lane) * 2 + i;
+    const bool inside = word < words_of_row;
+    const auto load = [&](int check, const uint8_t* bitmap, uint32_t other) {
+      const bool wanted = inside && (row.checks & check) != 0;
+      return wanted ? reinterpret_cast<const uint32_t*>(bitmap)[word] : other;
+    };
+    words.grammar[i] = load(kCheckGrammar, row.grammar, ~0u);
+    words.allowed[i] = load(kCheckAllowed, row.allowed, ~0u);
+    words.prompt[i] = load(kCheckPenalties, row.prompt, 0);
+    words.output[i] = load(kCheckPenalties, row.output, 0);
+  }
+  return words;
+}
+
+// Of a group's tokens a bit each: those that no mask bans and that were not seen before, those that
+// were, and which of all were in the output.
+struct GroupBits {
+  uint32_t clear[2], seen[2], in_output[2];
+};
+
+__device__ inline GroupBits group_bits(const GroupWords& words) {
+  GroupBits bits;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t allowed = words.grammar[i] & words.allowed[i];
+    const uint32_t seen = words.prompt[i] | words.output[i];
+    bits.clear[i] = allowed & ~seen;
+    bits.seen[i] = allowed & seen;
+    bits.in_output[i] = words.output[i];
+  }
+  return bits;
+}
+
+// A tile's tokens that were seen before, in the order of the lanes that have their groups: a list
+// of which the lane has `count` from `first` on. Of its first 32 a lane has one each, on its way:
+// its logit, and how often it is in the output, or -1.
+template <class Logits>
+struct SeenTile {
+  int first, count, total;
+  typename Logits::Bits logit;
+  int32_t in_output;
+};
+
+// Of a group's tokens that were seen before: the largest logit and y, and what they weigh relative
+// to that y.
+struct Seen {
+  float raw_maximum, maximum, sum, moment;
+};
+
+// 32 of a tile's seen tokens from `begin` on, into the warp's list. The lane's next one is number
+// `next`; those that are listed leave its bits.
+__device__ inline void list_seen(CheckedWarp& memory, GroupBits& bits, int begin, int lane,
+                                 int& next) {
+  for (; (bits.seen[0] | bits.seen[1]) != 0 && next < begin + kWarp; ++next) {
+    const bool second = bits.seen[0] == 0;
+    const uint32_t left = second ? bits.seen[1] : bits.seen[0];
+    const int bit = 31 - __clz(static_cast<int>(left));
+    const uint32_t without = left ^ 1u << bit;
+    const uint32_t in_output = (second ? bits.in_output[1] : bits.in_output[0]) >> bit & 1;
+    const int place = lane * kGroup + (second ? 32 : 0) + bit;
+    memory.seen[next - begin] = 2 * place + static_cast<int32_t>(in_output);
+    bits.seen[0] = second ? 0 : without;
+    bits.seen[1] = second ? without : bits.seen[1];
+  }
+  __syncwarp();
+}
+
+// Asks for the lane's token of the warp's list, of which there are `number`.
+template <class Logits>
+__device__ inline void load_seen(const Row& row, const CheckedWarp& memory, int tile, int number,
+                                 int lane, SeenTile<Logits>& seen) {
+  seen.in_output = -1;
+  if (lane >= number) return;
+  const int32_t listed = memory.seen[lane];
+  const int token = tile * kTile + (listed >> 1);
+  seen.logit = load_bits<Logits>(row, token);
+  if ((listed & 1) != 0) seen.in_output = row.counts[token];
+}
+
+// Lists a tile's seen tokens and asks for the first ones. Leaves what is clear in `clear`.
+template <class Logits>
+__device__ inline SeenTile<Logits> begin_seen(const Row& row, CheckedWarp& memory, GroupBits& bits,
+                                              int tile, int lane, uint32_t (&clear)[2 * kWarp]) {
+  SeenTile<Logits> seen = {};
+  __syncwarp();  // the tile before the last one is done with
+  clear[2 * lane] = bits.clear[0];
+  clear[2 * lane + 1] = bits.clear[1];
+  if ((row.checks & kCheckPenalties) != 0) {
+    seen.count = __popc(bits.seen[0]) + __popc(bits.seen[1]);
+    const int up_to = sum_up_to_lane(seen.count, lane);
+    seen.total = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+    seen.first = up_to - seen.count;
+  }
+  int next = seen.first;
+  list_seen(memory, bits, 0, lane, next);
+  load_seen(row, memory, tile, seen.total, lane, seen);
+  return seen;
+}
+
+// Lets the warp know of y of 32 tokens, from `begin` on, and adds those of the lane's group.
+template <class Logits>
+__device__ inline void add_seen(const Penalties& penalties, const Wishes& wishes, float scale,
+                                CheckedWarp& memory, const SeenTile<Logits>& tokens, int begin,
+                                int lane, Seen& seen) {
+  if (lane < tokens.total - begin) {
+    const float x = sanitised(Logits::value(tokens.logit));
+    const float y = settled(x, penalised(penalties, x, tokens.in_output >= 0, tokens.in_output));
+    memory.x[lane] = x;
+    memory.y[lane] = x == kNegInf ? kNegInf : y;
+  }
+  __syncwarp();
+  const int end = min(tokens.first + tokens.count - begin, kWarp);
+#pragma unroll 1
+  for (int i = max(tokens.first - begin, 0); i < end; ++i) {
+    seen.raw_maximum = fmaxf(seen.raw_maximum, memory.x[i]);
+    const float y = memory.y[i];
+    const float largest = fmaxf(seen.maximum, y);
+    if (wishes.total && y > kNegInf) {
+      const float z = z_of(seen.maximum, largest, scale);
+      const float weight = ex2_approx(z);
+      if (wishes.mean) {
+        seen.moment = (z < -126.0f ? 0.0f : (seen.moment + seen.sum * z) * weight) +
+                      moment_of_one(y, largest, scale);
+      }
+      seen.sum = seen.sum * weight + ex2_approx(z_of(y, largest, scale));
+    }
+    seen.maximum = largest;
   }
 }
 
-// Tokens of a lane that were seen before, by piece: what they weigh relative to their largest.
-struct Seen {
-  float maxima[kAtOnce], sums[kAtOnce], moments[kAtOnce];
-};
-
-// They are few: each lane takes its own one after the other.
+// What a tile's seen tokens weigh, each lane its group's. half: the only half of the tile that
+// counts, or -1.
 template <class Logits>
-__device__ inline Seen weigh_seen(const Row& row, const Wishes wishes, const SetBits& bits,
-                                  int tile, int number, int lane) {
-  Seen seen;
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    seen.maxima[i] = kNegInf;
-    seen.sums[i] = seen.moments[i] = 0.0f;
-  }
+__device__ inline Seen end_seen(const Row& row, const Penalties& penalties, const Wishes& wishes,
+                                CheckedWarp& memory, SeenTile<Logits>& tokens, int tile, int half,
+                                int lane) {
+  Seen seen = {kNegInf, kNegInf, 0.0f, 0.0f};
+  if (tokens.total == 0) return seen;
+  add_seen(penalties, wishes, row.scale, memory, tokens, 0, lane, seen);
+  if (tokens.total > kWarp) {
+    // The others, 32 at a time. The first ones are listed again: they were not kept.
+    GroupBits bits = group_bits(load_group_words(row, tile, lane));
+    if (half >= 0 && lane / (kWarp / kSets) != half) bits.seen[0] = bits.seen[1] = 0;
+    int next = tokens.first;
+    list_seen(memory, bits, 0, lane, next);
 #pragma unroll 1
-  for (uint32_t left = bits.seen; left != 0; left &= left - 1) {
-    const int bit = __ffs(static_cast<int>(left)) - 1;
-    const int token = tile_first(tile, number * kAtOnce + bit / kPiece, lane) + bit % kPiece;
-    const float x = load_logit<Logits>(row, token);
-    if (x == kNegInf) continue;
-    const float y = settled(x, penalised(row, x, token, (bits.in_output >> bit & 1) != 0));
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (bit / kPiece != i) continue;
-      const float largest = fmaxf(seen.maxima[i], y);
-      if (wishes.total) {
-        const float z = z_of(seen.maxima[i], largest, row.scale);
-        const float weight = ex2_approx(z);
-        if (wishes.mean) {
-          seen.moments[i] = (z < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z) * weight) +
-                            moment_of_one(y, largest, row.scale);
-        }
-        seen.sums[i] = seen.sums[i] * weight + ex2_approx(z_of(y, largest, row.scale));
-      }
-      seen.maxima[i] = largest;
+    for (int begin = kWarp; begin < tokens.total; begin += kWarp) {
+      list_seen(memory, bits, begin, lane, next);
+      load_seen(row, memory, tile, tokens.total - begin, lane, tokens);
+      add_seen(penalties, wishes, row.scale, memory, tokens, begin, lane, seen);
     }
   }
   return seen;
 }
 
-// A set of a row in which masks or penalties count, or whose y the lists will change later.
+// A set without the tokens that are not clear, which become -inf. clear: of the tile.
 template <class Logits>
-__device__ inline void stream_checked_set(const Row& row, const Wishes wishes, int tile, int number,
-                                          int lane, Set<Logits>& set, const SetBits& bits,
+__device__ inline void ban(Set<Logits>& set, const uint32_t (&clear)[2 * kWarp], int number,
+                           int lane) {
+  // Byte i has the bits of piece i.
+  const auto* bytes = reinterpret_cast<const uint8_t*>(clear) + number * kAtOnce * kWarp + lane;
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) bits |= static_cast<uint32_t>(bytes[i * kWarp]) << (8 * i);
+  uint32_t at_sign[kPiece];  // of each byte the sign is token j's bit
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) at_sign[j] = bits << (kPiece - 1 - j);
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+    for (int k = 0; k < 4 * Logits::kVectors; ++k) {
+      // Digits from 8 on take the sign alone of the byte that they name.
+      const unsigned one = 0x11u * static_cast<unsigned>(i);
+      uint32_t kept;
+      if constexpr (Logits::kVectors == 2) {
+        kept = __byte_perm(at_sign[k], at_sign[k], 0x8888u + (one << 8 | one));
+      } else {
+        kept = __byte_perm(at_sign[2 * k], at_sign[2 * k + 1], 0xCC88u + (one << 8 | one));
+      }
+      uint32_t& word = set.packs[i].words[k];
+      word = (word & kept) | (Logits::kNegInfWord & ~kept);
+    }
+  }
+}
+
+// A set of a row in which masks or penalties count, or whose y the lists will change later. seen:
+// each lane its group's of the tile; clear: of the tile; kAll: as above.
+template <bool kAll, class Logits>
+__device__ inline void stream_checked_set(const Wishes wishes, float scale, bool masked, int tile,
+                                          int number, int lane, Set<Logits>& set, const Seen& seen,
+                                          const uint32_t (&clear)[2 * kWarp],
                                           const Statistics& at) {
   const int group = group_of_lane(tile, number * kAtOnce, lane);
   const bool writes = lane_writes(lane);
@@ -381,95 +534,42 @@ __device__ inline void stream_checked_set(const Row& row, const Wishes wishes, i
   const float raw_maximum = max_of_groups(maxima, lane);
   renew_all(set);
   const float raw_sum = group_sum<false>(set, Exponents{raw_base, kLog2E}, raw_maximum, lane);
-  renew_all(set);
-
-  const Seen seen = weigh_seen<Logits>(row, wishes, bits, tile, number, lane);
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    float y[kPiece];
-    Logits::unpack(set.packs[i].words, y);
-    maxima[i] = seen.maxima[i];
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      maxima[i] = fmaxf(maxima[i], (bits.clear >> (kPiece * i + j) & 1) != 0 ? y[j] : kNegInf);
-    }
-  }
-  float base = base_of_set(largest_in(maxima));
-  if (base == kInf) {
-    // Lists may ban that token yet, and the other groups' weights then count.
-    float finite = kNegInf;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float y[kPiece];
-      Logits::unpack(set.packs[i].words, y);
-      if (seen.maxima[i] < kInf) finite = fmaxf(finite, seen.maxima[i]);
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        if ((bits.clear >> (kPiece * i + j) & 1) != 0 && y[j] < kInf) finite = fmaxf(finite, y[j]);
-      }
-    }
-    base = base_of_set(finite);
-  }
-  const float maximum = max_of_groups(maxima, lane);
   if (writes) {
-    at.maxima[group] = raw_sum != raw_sum ? kInf : maximum;
     at.raw_maxima[group] = raw_maximum;
     at.raw_sums[group] = raw_sum;
   }
+  const auto of_group = [&](float value) { return __shfl_sync(kAllLanes, value, group % kWarp); };
+  // Where no mask bans, and no seen token is a group's largest, that one is the largest that is
+  // clear.
+  float maximum = raw_maximum;
+  const float raw_of_seen = of_group(seen.raw_maximum);
+  const bool is_seen = raw_of_seen > kNegInf && raw_of_seen == raw_maximum;
+  if (wishes.total || masked || __any_sync(kAllLanes, is_seen) != 0) {
+    ban(set, clear, number, lane);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
+    maximum = max_of_groups(maxima, lane);
+  }
+  const float seen_maximum = of_group(seen.maximum);
+  maximum = fmaxf(maximum, seen_maximum);
+  if (writes) at.maxima[group] = raw_sum != raw_sum ? kInf : maximum;
   if (!wishes.total) return;
+  // Groups that hold +inf are worked out anew. Lists may ban it yet, and the others then count.
+  const float base = base_of_set(maximum < kInf ? maximum : kNegInf);
   renew_all(set);
-  const Exponents exponents = {base, row.scale};
-  float parts[kAtOnce], moments[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    float y[kPiece];
-    Logits::unpack(set.packs[i].words, y);
-    const float z_of_seen = exponents.z(seen.maxima[i]);
-    const float of_seen = ex2_approx(z_of_seen);
-    parts[i] = seen.sums[i] * of_seen;
-    moments[i] =
-        z_of_seen < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z_of_seen) * of_seen;
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      const bool clear = (bits.clear >> (kPiece * i + j) & 1) != 0;
-      const float z = clear ? exponents.z(y[j]) : kNegInf;
-      const float weight = ex2_approx(z);
-      parts[i] += weight;
-      if (wishes.mean) moments[i] += z < -126.0f ? 0.0f : weight * z;
-    }
-  }
+  const Exponents exponents = {base, scale};
   const Rebased rebased = exponents.rebased(maximum);
-  const float sum = sum_of_groups(parts, lane);
+  const float z_of_seen = exponents.z(seen_maximum);
+  const float of_seen = ex2_approx(z_of_seen), seen_sum = of_group(seen.sum);
+  const float sum = set_weights<kAll>(set, exponents, lane) + seen_sum * of_seen;
   if (writes) at.sums[group] = sum * rebased.factor;
-  if (wishes.mean) {
-    const float moment = sum_of_groups(moments, lane);
+  if (kAll && wishes.mean) {
+    renew_all(set);
+    const float seen_moment = of_group(seen.moment);
+    const float moment =
+        set_moments(set, exponents, lane) +
+        (z_of_seen < -126.0f ? 0.0f : (seen_moment + seen_sum * z_of_seen) * of_seen);
     if (writes) at.moments[group] = (moment - rebased.z * sum) * rebased.factor;
-  }
-}
-
-// A warp's tiles of such a row, each set on its way while it works on the one before. whole: as
-// above.
-template <class Logits>
-__device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
-                                                  int step, int end, int whole, int lane,
-                                                  const Statistics at) {
-  if (tile >= end) return;
-  Set<Logits> set, next_set;
-  SetBits bits, next_bits;
-  int number = 0;
-  load_checked_set(row, tile, number, whole, lane, set, bits);
-#pragma unroll 1
-  while (tile < end) {
-    const bool last = number == kSets - 1;
-    const int next_tile = last ? tile + step : tile, next_number = last ? 0 : number + 1;
-    if (next_tile < end) {
-      load_checked_set(row, next_tile, next_number, whole, lane, next_set, next_bits);
-    }
-    stream_checked_set(row, wishes, tile, number, lane, set, bits, at);
-    set = next_set;
-    bits = next_bits;
-    tile = next_tile;
-    number = next_number;
   }
 }
 
@@ -478,14 +578,77 @@ template <class Logits>
 __device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes, int set, int lane,
                                             const Statistics at) {
   const int tile = set / kSets, number = set % kSets;
-  Set<Logits> loaded;
-  if (wishes.split) {
-    SetBits bits;
-    load_checked_set(row, tile, number, 0, lane, loaded, bits);
-    stream_checked_set(row, wishes, tile, number, lane, loaded, bits, at);
-  } else {
-    loaded = load_any_set<Logits>(row, tile, number, lane);
+  Set<Logits> loaded = load_any_set<Logits>(row, tile, number, lane);
+  if (!wishes.split) {
     stream_set<true>(wishes, row.scale, tile, number, lane, loaded, at);
+    return;
+  }
+  CheckedWarp& memory = the_checked_warp();
+  GroupBits bits = group_bits(load_group_words(row, tile, lane));
+  if (lane / (kWarp / kSets) != number) bits.seen[0] = bits.seen[1] = 0;
+  SeenTile<Logits> tokens = begin_seen<Logits>(row, memory, bits, tile, lane, memory.clear[0]);
+  const Seen seen = end_seen(row, penalties_of(row), wishes, memory, tokens, tile, number, lane);
+  stream_checked_set<true>(wishes, row.scale, row.masked(), tile, number, lane, loaded, seen,
+                           memory.clear[0], at);
+}
+
+// As stream_loaded_tiles(), of such a row. What a tile's bits tell is asked for when the bits are
+// there, a set ahead of it, and the bits a set ahead of that. kTotal: as wishes.total.
+template <bool kTotal, class Logits>
+__device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int step, int end,
+                                                  int lane, const Statistics& at) {
+  const Wishes wishes = {kTotal, false, true, true, false};
+  CheckedWarp& memory = the_checked_warp();
+  const Penalties penalties = penalties_of(row);
+  const float scale = row.scale;
+  const bool masked = row.masked();
+  Set<Logits> sets[kSets];
+#pragma unroll
+  for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(row, tile, i, lane);
+  GroupBits bits = group_bits(load_group_words(row, tile, lane));
+  int turn = 0;
+  SeenTile<Logits> tokens = begin_seen<Logits>(row, memory, bits, tile, lane, memory.clear[turn]);
+#pragma unroll 1
+  while (tile < end) {
+    const int next = tile + step;
+    const Seen seen = end_seen(row, penalties, wishes, memory, tokens, tile, -1, lane);
+    GroupWords words = {};
+    if (next < end) words = load_group_words(row, next, lane);
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) {
+      if (i == kSets - 1 && next < end) {
+        bits = group_bits(words);
+        tokens = begin_seen<Logits>(row, memory, bits, next, lane, memory.clear[turn ^ 1]);
+      }
+      stream_checked_set<false>(wishes, scale, masked, tile, i, lane, sets[i], seen,
+                                memory.clear[turn], at);
+      if (next < end) sets[i] = load_set<Logits>(row, next, i, lane);
+    }
+    turn ^= 1;
+    tile = next;
+  }
+  return tile;
+}
+
+// A warp's tiles of such a row, `step` apart. whole: how many of the row's tiles load_set() is for.
+template <class Logits>
+__device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
+                                                  int step, int end, int whole, int lane,
+                                                  const Statistics at) {
+  if constexpr (!Logits::kSharded) {
+    const int last = wishes.mean || row.scale < kLeastScale ? 0 : min(end, whole);
+    if (tile < last) {
+      tile = wishes.total
+                 ? stream_loaded_checked_tiles<true, Logits>(row, tile, step, last, lane, at)
+                 : stream_loaded_checked_tiles<false, Logits>(row, tile, step, last, lane, at);
+    }
+  }
+#pragma unroll 1
+  for (; tile < end; tile += step) {
+#pragma unroll 1
+    for (int i = 0; i < kSets; ++i) {
+      stream_one_set<Logits>(row, wishes, tile * kSets + i, lane, at);
+    }
   }
 }
 
