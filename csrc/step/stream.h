@@ -312,69 +312,137 @@ __device__ inline void stream_tiles(const Source& source, const Wishes wishes, f
   if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
 
+// Of a tile a bit a token, lane i's two words those of group i.
+using TileBits = uint32_t[2 * kWarp];
+
 // What a warp keeps of the tiles that it works on, in the block's shared memory.
 struct CheckedWarp {
-  uint32_t clear[2][2 * kWarp];  // of two tiles in turns: as GroupBits::clear
-  int32_t seen[kWarp];           // tokens: 2 * place in the tile + whether it is in the output
-  float x[kWarp], y[kWarp];      // theirs
+  TileBits clear[2];  // that no mask bans and that were not seen before; by turns
+  // Of the tile that is next, its tokens that masks allow and that were seen before, numbered in
+  // the order of the lanes that have their groups: each lane's first number, and how many they are.
+  int32_t first[kWarp + 1];
+  int32_t seen[kWarp];       // 32 of them: their places in the tile
+  float x[kWarp], y[kWarp];  // their logits, sanitised, and y
+  TileBits in_output;
+  Penalties penalties;
 };
 
 // The calling warp's.
 __device__ inline CheckedWarp& the_checked_warp();
 
-// Lane i has group i of a tile. The words of the bitmaps for it, as they lie in memory; where there
-// is nothing to look at, what changes nothing.
+// The words of the bitmaps for a group, as they lie in memory; where there is nothing to look at,
+// what changes nothing. masks: the one that there is.
 struct GroupWords {
-  uint32_t grammar[2], allowed[2], prompt[2], output[2];
+  uint32_t masks[2], prompt[2], output[2];
 };
 
-__device__ inline GroupWords load_group_words(const Row& row, int tile, int lane) {
-  GroupWords words;
-  const int words_of_row = (row.vocab + 31) / 32;
+__device__ inline int words_of(const Row& row) { return (row.vocab + 31) / 32; }
+
+__device__ inline GroupWords load_group_words(const Row& row, int group) {
+  GroupWords words = {{~0u, ~0u}, {0, 0}, {0, 0}};
+  // Of groups past the row's end the last word, which is not used.
+  const int last = words_of(row) - 1;
+  const int places[2] = {min(2 * group, last), min(2 * group + 1, last)};
+  const auto word = [&](const uint8_t* bitmap, int i) {
+    return reinterpret_cast<const uint32_t*>(bitmap)[places[i]];
+  };
+  const int checks = row.checks;
+  if (row.masked()) {
+    const uint8_t* mask = (checks & kCheckGrammar) != 0 ? row.grammar : row.allowed;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int word = (tile * kWarp + lane) * 2 + i;
-    const bool inside = word < words_of_row;
-    const auto load = [&](int check, const uint8_t* bitmap, uint32_t other) {
-      const bool wanted = inside && (row.checks & check) != 0;
-      return wanted ? reinterpret_cast<const uint32_t*>(bitmap)[word] : other;
-    };
-    words.grammar[i] = load(kCheckGrammar, row.grammar, ~0u);
-    words.allowed[i] = load(kCheckAllowed, row.allowed, ~0u);
-    words.prompt[i] = load(kCheckPenalties, row.prompt, 0);
-    words.output[i] = load(kCheckPenalties, row.output, 0);
+    for (int i = 0; i < 2; ++i) words.masks[i] = word(mask, i);
+    if ((checks & kCheckGrammar) != 0 && (checks & kCheckAllowed) != 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) words.masks[i] &= word(row.allowed, i);
+    }
+  }
+  if ((checks & kCheckPenalties) != 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      words.prompt[i] = word(row.prompt, i);
+      words.output[i] = word(row.output, i);
+    }
   }
   return words;
 }
 
-// Of a group's tokens a bit each: those that no mask bans and that were not seen before, those that
-// were, and which of all were in the output.
-struct GroupBits {
-  uint32_t clear[2], seen[2], in_output[2];
+// A group's tokens that masks allow and that were seen before, a bit each.
+struct SeenBits {
+  uint32_t left[2];
+
+  __device__ SeenBits(const Row& row, const GroupWords& words, int group) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      left[i] = words.masks[i] & (words.prompt[i] | words.output[i]);
+      if (2 * group + i >= words_of(row)) left[i] = 0;
+    }
+  }
 };
 
-__device__ inline GroupBits group_bits(const GroupWords& words) {
-  GroupBits bits;
+// 32 of a tile's seen tokens from number `begin` on, into the warp's list. The lane's next one is
+// number `next`; those that are listed leave its bits.
+__device__ inline void list_seen(CheckedWarp& memory, SeenBits& bits, int begin, int lane,
+                                 int& next) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t allowed = words.grammar[i] & words.allowed[i];
-    const uint32_t seen = words.prompt[i] | words.output[i];
-    bits.clear[i] = allowed & ~seen;
-    bits.seen[i] = allowed & seen;
-    bits.in_output[i] = words.output[i];
+#pragma unroll 1
+    for (; bits.left[i] != 0 && next < begin + kWarp; ++next) {
+      const int bit = 31 - __clz(static_cast<int>(bits.left[i]));
+      bits.left[i] ^= 1u << bit;
+      memory.seen[next - begin] = lane * kGroup + 32 * i + bit;
+    }
   }
-  return bits;
+  __syncwarp();
 }
 
-// A tile's tokens that were seen before, in the order of the lanes that have their groups: a list
-// of which the lane has `count` from `first` on. Of its first 32 a lane has one each, on its way:
-// its logit, and how often it is in the output, or -1.
+// A lane's token of the list, on its way: its logit, and how often it is in the output, or -1.
 template <class Logits>
-struct SeenTile {
-  int first, count, total;
+struct SeenToken {
   typename Logits::Bits logit;
   int32_t in_output;
 };
+
+// number: of tokens in the list.
+template <class Logits>
+__device__ inline SeenToken<Logits> load_seen(const Row& row, const CheckedWarp& memory, int tile,
+                                              int number, int lane) {
+  SeenToken<Logits> token = {0, -1};
+  if (lane < number) {
+    const int place = memory.seen[lane], id = tile * kTile + place;
+    token.logit = load_bits<Logits>(row, id);
+    if ((memory.in_output[place / 32] >> place % 32 & 1) != 0) token.in_output = row.counts[id];
+  }
+  return token;
+}
+
+// Begins with a tile whose words are there: leaves what is clear in `clear`, numbers the seen
+// tokens and asks for the first ones. half: the only one whose seen tokens count, or -1.
+template <class Logits>
+__device__ inline SeenToken<Logits> begin_tile(const Row& row, CheckedWarp& memory,
+                                               const GroupWords& words, int tile, int half,
+                                               int lane, TileBits& clear) {
+  __syncwarp();  // All lanes are done with what is overwritten.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    clear[2 * lane + i] = words.masks[i] & ~(words.prompt[i] | words.output[i]);
+  }
+  if ((row.checks & kCheckPenalties) == 0) {
+    if (lane == 0) memory.first[kWarp] = 0;
+    __syncwarp();
+    return {0, -1};
+  }
+  SeenBits bits(row, words, tile * kGroupsOfTile + lane);
+  if (half >= 0 && lane / (kWarp / kSets) != half) bits.left[0] = bits.left[1] = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) memory.in_output[2 * lane + i] = words.output[i];
+  const int count = __popc(bits.left[0]) + __popc(bits.left[1]);
+  const int up_to = sum_up_to_lane(count, lane);
+  if (lane == 0) memory.first[0] = 0;
+  memory.first[lane + 1] = up_to;
+  int next = up_to - count;
+  list_seen(memory, bits, 0, lane, next);
+  return load_seen<Logits>(row, memory, tile, memory.first[kWarp], lane);
+}
 
 // Of a group's tokens that were seen before: the largest logit and y, and what they weigh relative
 // to that y.
@@ -382,71 +450,21 @@ struct Seen {
   float raw_maximum, maximum, sum, moment;
 };
 
-// 32 of a tile's seen tokens from `begin` on, into the warp's list. The lane's next one is number
-// `next`; those that are listed leave its bits.
-__device__ inline void list_seen(CheckedWarp& memory, GroupBits& bits, int begin, int lane,
-                                 int& next) {
-  for (; (bits.seen[0] | bits.seen[1]) != 0 && next < begin + kWarp; ++next) {
-    const bool second = bits.seen[0] == 0;
-    const uint32_t left = second ? bits.seen[1] : bits.seen[0];
-    const int bit = 31 - __clz(static_cast<int>(left));
-    const uint32_t without = left ^ 1u << bit;
-    const uint32_t in_output = (second ? bits.in_output[1] : bits.in_output[0]) >> bit & 1;
-    const int place = lane * kGroup + (second ? 32 : 0) + bit;
-    memory.seen[next - begin] = 2 * place + static_cast<int32_t>(in_output);
-    bits.seen[0] = second ? 0 : without;
-    bits.seen[1] = second ? without : bits.seen[1];
-  }
-  __syncwarp();
-}
-
-// Asks for the lane's token of the warp's list, of which there are `number`.
+// Lets the warp know of y of 32 tokens, from number `begin` on, and adds those of the lane's group.
 template <class Logits>
-__device__ inline void load_seen(const Row& row, const CheckedWarp& memory, int tile, int number,
-                                 int lane, SeenTile<Logits>& seen) {
-  seen.in_output = -1;
-  if (lane >= number) return;
-  const int32_t listed = memory.seen[lane];
-  const int token = tile * kTile + (listed >> 1);
-  seen.logit = load_bits<Logits>(row, token);
-  if ((listed & 1) != 0) seen.in_output = row.counts[token];
-}
-
-// Lists a tile's seen tokens and asks for the first ones. Leaves what is clear in `clear`.
-template <class Logits>
-__device__ inline SeenTile<Logits> begin_seen(const Row& row, CheckedWarp& memory, GroupBits& bits,
-                                              int tile, int lane, uint32_t (&clear)[2 * kWarp]) {
-  SeenTile<Logits> seen = {};
-  __syncwarp();  // the tile before the last one is done with
-  clear[2 * lane] = bits.clear[0];
-  clear[2 * lane + 1] = bits.clear[1];
-  if ((row.checks & kCheckPenalties) != 0) {
-    seen.count = __popc(bits.seen[0]) + __popc(bits.seen[1]);
-    const int up_to = sum_up_to_lane(seen.count, lane);
-    seen.total = __shfl_sync(kAllLanes, up_to, kWarp - 1);
-    seen.first = up_to - seen.count;
-  }
-  int next = seen.first;
-  list_seen(memory, bits, 0, lane, next);
-  load_seen(row, memory, tile, seen.total, lane, seen);
-  return seen;
-}
-
-// Lets the warp know of y of 32 tokens, from `begin` on, and adds those of the lane's group.
-template <class Logits>
-__device__ inline void add_seen(const Penalties& penalties, const Wishes& wishes, float scale,
-                                CheckedWarp& memory, const SeenTile<Logits>& tokens, int begin,
-                                int lane, Seen& seen) {
-  if (lane < tokens.total - begin) {
-    const float x = sanitised(Logits::value(tokens.logit));
-    const float y = settled(x, penalised(penalties, x, tokens.in_output >= 0, tokens.in_output));
+__device__ inline void add_seen(const Wishes& wishes, float scale, CheckedWarp& memory,
+                                const SeenToken<Logits>& token, int begin, int lane, Seen& seen) {
+  if (lane < memory.first[kWarp] - begin) {
+    const float x = sanitised(Logits::value(token.logit));
+    const float y =
+        settled(x, penalised(memory.penalties, x, token.in_output >= 0, token.in_output));
     memory.x[lane] = x;
     memory.y[lane] = x == kNegInf ? kNegInf : y;
   }
   __syncwarp();
-  const int end = min(tokens.first + tokens.count - begin, kWarp);
+  const int end = min(memory.first[lane + 1] - begin, kWarp);
 #pragma unroll 1
-  for (int i = max(tokens.first - begin, 0); i < end; ++i) {
+  for (int i = max(memory.first[lane] - begin, 0); i < end; ++i) {
     seen.raw_maximum = fmaxf(seen.raw_maximum, memory.x[i]);
     const float y = memory.y[i];
     const float largest = fmaxf(seen.maximum, y);
@@ -463,96 +481,113 @@ __device__ inline void add_seen(const Penalties& penalties, const Wishes& wishes
   }
 }
 
-// What a tile's seen tokens weigh, each lane its group's. half: the only half of the tile that
-// counts, or -1.
+// What a tile's seen tokens weigh, each lane its group's. token: as begin_tile() has it.
 template <class Logits>
-__device__ inline Seen end_seen(const Row& row, const Penalties& penalties, const Wishes& wishes,
-                                CheckedWarp& memory, SeenTile<Logits>& tokens, int tile, int half,
-                                int lane) {
+__device__ inline Seen weigh_seen(const Row& row, const Wishes& wishes, float scale,
+                                  CheckedWarp& memory, const SeenToken<Logits>& token, int tile,
+                                  int lane) {
   Seen seen = {kNegInf, kNegInf, 0.0f, 0.0f};
-  if (tokens.total == 0) return seen;
-  add_seen(penalties, wishes, row.scale, memory, tokens, 0, lane, seen);
-  if (tokens.total > kWarp) {
-    // The others, 32 at a time. The first ones are listed again: they were not kept.
-    GroupBits bits = group_bits(load_group_words(row, tile, lane));
-    if (half >= 0 && lane / (kWarp / kSets) != half) bits.seen[0] = bits.seen[1] = 0;
-    int next = tokens.first;
+  const int total = memory.first[kWarp];
+  if (total == 0) return seen;
+  add_seen(wishes, scale, memory, token, 0, lane, seen);
+  if (total > kWarp) {
+    // The others, 32 at a time. Which were listed was not kept, so the first ones are once more.
+    const int group = tile * kGroupsOfTile + lane;
+    SeenBits bits(row, load_group_words(row, group), group);
+    int next = memory.first[lane];
+    if (memory.first[lane + 1] == next) bits.left[0] = bits.left[1] = 0;
     list_seen(memory, bits, 0, lane, next);
 #pragma unroll 1
-    for (int begin = kWarp; begin < tokens.total; begin += kWarp) {
+    for (int begin = kWarp; begin < total; begin += kWarp) {
       list_seen(memory, bits, begin, lane, next);
-      load_seen(row, memory, tile, tokens.total - begin, lane, tokens);
-      add_seen(penalties, wishes, row.scale, memory, tokens, begin, lane, seen);
+      const auto other = load_seen<Logits>(row, memory, tile, total - begin, lane);
+      add_seen(wishes, scale, memory, other, begin, lane, seen);
     }
   }
   return seen;
 }
 
-// A set without the tokens that are not clear, which become -inf. clear: of the tile.
-template <class Logits>
-__device__ inline void ban(Set<Logits>& set, const uint32_t (&clear)[2 * kWarp], int number,
-                           int lane) {
-  // Byte i has the bits of piece i.
-  const auto* bytes = reinterpret_cast<const uint8_t*>(clear) + number * kAtOnce * kWarp + lane;
+// A lane's tokens of a set a bit each: byte i has piece i.
+__device__ inline uint32_t bits_of_set(const TileBits& of_tile, int number, int lane) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(of_tile) + number * kAtOnce * kWarp + lane;
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) bits |= static_cast<uint32_t>(bytes[i * kWarp]) << (8 * i);
-  uint32_t at_sign[kPiece];  // of each byte the sign is token j's bit
+  return bits;
+}
+
+// Makes -inf of the tokens that are not kept.
+template <class Logits>
+__device__ inline void ban(Set<Logits>& set, uint32_t kept) {
+  uint32_t at_sign[kPiece];  // the sign of byte i is token j of piece i
 #pragma unroll
-  for (int j = 0; j < kPiece; ++j) at_sign[j] = bits << (kPiece - 1 - j);
+  for (int j = 0; j < kPiece; ++j) at_sign[j] = kept << (kPiece - 1 - j);
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
     for (int k = 0; k < 4 * Logits::kVectors; ++k) {
-      // Digits from 8 on take the sign alone of the byte that they name.
-      const unsigned one = 0x11u * static_cast<unsigned>(i);
-      uint32_t kept;
-      if constexpr (Logits::kVectors == 2) {
-        kept = __byte_perm(at_sign[k], at_sign[k], 0x8888u + (one << 8 | one));
-      } else {
-        kept = __byte_perm(at_sign[2 * k], at_sign[2 * k + 1], 0xCC88u + (one << 8 | one));
-      }
+      // Digits from 8 on take of a byte the sign alone, those from 12 on of one of the second word.
+      const unsigned piece = 0x1111u * static_cast<unsigned>(i);
+      const uint32_t mask = Logits::kVectors == 2
+                                ? __byte_perm(at_sign[k], 0, 0x8888u + piece)
+                                : __byte_perm(at_sign[2 * k % kPiece],
+                                              at_sign[(2 * k + 1) % kPiece], 0xCC88u + piece);
       uint32_t& word = set.packs[i].words[k];
-      word = (word & kept) | (Logits::kNegInfWord & ~kept);
+      word = (word & mask) | (Logits::kNegInfWord & ~mask);
     }
   }
 }
 
-// A set of a row in which masks or penalties count, or whose y the lists will change later. seen:
-// each lane its group's of the tile; clear: of the tile; kAll: as above.
-template <bool kAll, class Logits>
-__device__ inline void stream_checked_set(const Wishes wishes, float scale, bool masked, int tile,
-                                          int number, int lane, Set<Logits>& set, const Seen& seen,
-                                          const uint32_t (&clear)[2 * kWarp],
-                                          const Statistics& at) {
+// A set's raw statistics, of the group that is the lane's.
+struct RawGroup {
+  float maximum, sum;
+};
+
+// Of a row in which masks or penalties count, or whose y the lists will change later.
+template <class Logits>
+__device__ inline RawGroup stream_raw(int tile, int number, int lane, Set<Logits>& set,
+                                      const Statistics& at) {
   const int group = group_of_lane(tile, number * kAtOnce, lane);
-  const bool writes = lane_writes(lane);
   float maxima[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float raw_base = base_of_set(largest_in(maxima));
-  const float raw_maximum = max_of_groups(maxima, lane);
+  const float base = base_of_set(largest_in(maxima));
+  const float maximum = max_of_groups(maxima, lane);
   renew_all(set);
-  const float raw_sum = group_sum<false>(set, Exponents{raw_base, kLog2E}, raw_maximum, lane);
-  if (writes) {
-    at.raw_maxima[group] = raw_maximum;
-    at.raw_sums[group] = raw_sum;
+  const float sum = group_sum<false>(set, Exponents{base, kLog2E}, maximum, lane);
+  renew_all(set);
+  if (lane_writes(lane)) {
+    at.raw_maxima[group] = maximum;
+    at.raw_sums[group] = sum;
   }
+  return {maximum, sum};
+}
+
+// Then those of its y. seen: each lane its group's of the tile; clear: of the tile; masked: whether
+// masks ban; kAll: as above.
+template <bool kAll, class Logits>
+__device__ inline void stream_y(const Wishes wishes, float scale, bool masked, int tile, int number,
+                                int lane, const RawGroup& raw, Set<Logits>& set, const Seen& seen,
+                                const TileBits& clear, const Statistics& at) {
+  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const bool writes = lane_writes(lane);
   const auto of_group = [&](float value) { return __shfl_sync(kAllLanes, value, group % kWarp); };
-  // Where no mask bans, and no seen token is a group's largest, that one is the largest that is
-  // clear.
-  float maximum = raw_maximum;
-  const float raw_of_seen = of_group(seen.raw_maximum);
-  const bool is_seen = raw_of_seen > kNegInf && raw_of_seen == raw_maximum;
+  const float raw_of_seen = of_group(seen.raw_maximum), seen_maximum = of_group(seen.maximum);
+  // Of what is clear. Where no mask bans, and no seen token is its group's largest, it is that one.
+  float maximum = raw.maximum;
+  const bool is_seen = raw_of_seen > kNegInf && raw_of_seen == raw.maximum;
   if (wishes.total || masked || __any_sync(kAllLanes, is_seen) != 0) {
-    ban(set, clear, number, lane);
+    const uint32_t bits = bits_of_set(clear, number, lane);
+    if (__any_sync(kAllLanes, ~bits != 0) != 0) {
+      ban(set, bits);
+      float maxima[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-    maximum = max_of_groups(maxima, lane);
+      for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
+      maximum = max_of_groups(maxima, lane);
+    }
   }
-  const float seen_maximum = of_group(seen.maximum);
   maximum = fmaxf(maximum, seen_maximum);
-  if (writes) at.maxima[group] = raw_sum != raw_sum ? kInf : maximum;
+  if (writes) at.maxima[group] = raw.sum != raw.sum ? kInf : maximum;
   if (!wishes.total) return;
   // Groups that hold +inf are worked out anew. Lists may ban it yet, and the others then count.
   const float base = base_of_set(maximum < kInf ? maximum : kNegInf);
@@ -584,44 +619,46 @@ __device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes,
     return;
   }
   CheckedWarp& memory = the_checked_warp();
-  GroupBits bits = group_bits(load_group_words(row, tile, lane));
-  if (lane / (kWarp / kSets) != number) bits.seen[0] = bits.seen[1] = 0;
-  SeenTile<Logits> tokens = begin_seen<Logits>(row, memory, bits, tile, lane, memory.clear[0]);
-  const Seen seen = end_seen(row, penalties_of(row), wishes, memory, tokens, tile, number, lane);
-  stream_checked_set<true>(wishes, row.scale, row.masked(), tile, number, lane, loaded, seen,
-                           memory.clear[0], at);
+  memory.penalties = penalties_of(row);
+  const GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
+  const auto token = begin_tile<Logits>(row, memory, words, tile, number, lane, memory.clear[0]);
+  const RawGroup raw = stream_raw(tile, number, lane, loaded, at);
+  const Seen seen = weigh_seen<Logits>(row, wishes, row.scale, memory, token, tile, lane);
+  stream_y<true>(wishes, row.scale, row.masked(), tile, number, lane, raw, loaded, seen,
+                 memory.clear[0], at);
 }
 
-// As stream_loaded_tiles(), of such a row. What a tile's bits tell is asked for when the bits are
-// there, a set ahead of it, and the bits a set ahead of that. kTotal: as wishes.total.
+// As stream_loaded_tiles(), of such a row. The words of a tile's bitmaps are asked for more than a
+// set ahead, and so are the seen tokens of which they tell. kTotal: as wishes.total.
 template <bool kTotal, class Logits>
 __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int step, int end,
                                                   int lane, const Statistics& at) {
   const Wishes wishes = {kTotal, false, true, true, false};
   CheckedWarp& memory = the_checked_warp();
-  const Penalties penalties = penalties_of(row);
-  const float scale = row.scale;
-  const bool masked = row.masked();
+  GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
   Set<Logits> sets[kSets];
 #pragma unroll
   for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(row, tile, i, lane);
-  GroupBits bits = group_bits(load_group_words(row, tile, lane));
+  memory.penalties = penalties_of(row);
+  const float scale = row.scale;
+  const bool masked = row.masked();
   int turn = 0;
-  SeenTile<Logits> tokens = begin_seen<Logits>(row, memory, bits, tile, lane, memory.clear[turn]);
+  auto token = begin_tile<Logits>(row, memory, words, tile, -1, lane, memory.clear[turn]);
 #pragma unroll 1
   while (tile < end) {
     const int next = tile + step;
-    const Seen seen = end_seen(row, penalties, wishes, memory, tokens, tile, -1, lane);
-    GroupWords words = {};
-    if (next < end) words = load_group_words(row, next, lane);
+    Seen seen;
 #pragma unroll
     for (int i = 0; i < kSets; ++i) {
-      if (i == kSets - 1 && next < end) {
-        bits = group_bits(words);
-        tokens = begin_seen<Logits>(row, memory, bits, next, lane, memory.clear[turn ^ 1]);
+      const RawGroup raw = stream_raw(tile, i, lane, sets[i], at);
+      if (i == 0) {
+        if (next < end) words = load_group_words(row, next * kGroupsOfTile + lane);
+        seen = weigh_seen<Logits>(row, wishes, scale, memory, token, tile, lane);
+      } else if (next < end) {
+        token = begin_tile<Logits>(row, memory, words, next, -1, lane, memory.clear[turn ^ 1]);
       }
-      stream_checked_set<false>(wishes, scale, masked, tile, i, lane, sets[i], seen,
-                                memory.clear[turn], at);
+      stream_y<false>(wishes, scale, masked, tile, i, lane, raw, sets[i], seen, memory.clear[turn],
+                      at);
       if (next < end) sets[i] = load_set<Logits>(row, next, i, lane);
     }
     turn ^= 1;
