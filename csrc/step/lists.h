@@ -13,7 +13,7 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
   static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
-  [[maybe_unused]] const bool plain = row.plain();
+  const bool plain = row.plain();
   int count = 0;
 #pragma unroll 1
   for (int begin = 0; begin < pieces && count <= kListed; begin += kThreads * kEach) {
@@ -37,8 +37,9 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     }
     int listed;
     int place = count + block.sum_before(__popc(reaching), &listed);
-    if constexpr (Logits::kSharded) {
-      // To load them once more, as below, could be to fetch them from another device.
+    if (Logits::kSharded || !plain) {
+      // To load them once more, as below, could be to fetch them from another device, or to wait
+      // for what processing them takes.
 #pragma unroll
       for (int i = 0; i < kEach * kPiece; ++i) {
         if ((reaching >> i & 1) == 0) continue;
@@ -52,10 +53,8 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
         // Loaded once more: registers cannot be numbered.
         const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
-        float token_y = load_logit<Logits>(row, token);
-        if (!plain) token_y = special_or(row, processed(row, token_y, token), token);
         if (place < kListed) {
-          shared.list_y[place] = token_y;
+          shared.list_y[place] = load_logit<Logits>(row, token);
           shared.list_ids[place] = token;
         }
       }

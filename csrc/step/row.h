@@ -336,43 +336,50 @@ __device__ inline PieceBits piece_bits(const Row& row, int first) {
   return bits;
 }
 
+// A piece's tokens, in registers: what is passed by its address lies in memory.
+struct Piece {
+  float y[kPiece];
+};
+
 // What processing makes of a piece's sanitised logits.
-__device__ inline __noinline__ void process_piece(const Row& row, int first, float* y) {
-  if (row.special != kNormal || row.num_bias + row.num_bans > 0) {
-#pragma unroll 1
-    for (int i = 0; i < kPiece && first + i < row.vocab; ++i) {
-      y[i] = special_or(row, processed(row, y[i], first + i), first + i);
-    }
-    return;
-  }
+__device__ inline __noinline__ Piece process_piece(const Row& row, int first, Piece piece) {
+  const bool listed = row.special != kNormal || row.num_bias + row.num_bans > 0;
   const PieceBits bits = piece_bits(row, first);
-#pragma unroll 1
+#pragma unroll
   for (int i = 0; i < kPiece; ++i) {
-    const float x = y[i];
-    if (x == kNegInf || (bits.allowed >> i & 1) == 0) {
-      y[i] = kNegInf;
-    } else if ((bits.seen >> i & 1) != 0) {
-      y[i] = settled(x, penalised(row, x, first + i, (bits.in_output >> i & 1) != 0));
-    }
+    if (!listed && (bits.allowed >> i & 1) == 0) piece.y[i] = kNegInf;
   }
+  // One after the other: they are few, or all of a piece that lists or the contract change.
+  uint32_t left = listed ? 0xFFu : bits.seen & bits.allowed;
+#pragma unroll 1
+  for (; left != 0; left &= left - 1) {
+    const int place = __ffs(static_cast<int>(left)) - 1, token = first + place;
+    if (token >= row.vocab) break;
+    float y = piece.y[0];
+#pragma unroll
+    for (int i = 1; i < kPiece; ++i) y = place == i ? piece.y[i] : y;
+    if (listed) {
+      y = special_or(row, processed(row, y, token), token);
+    } else if (y > kNegInf) {
+      y = settled(y, penalised(row, y, token, (bits.in_output >> place & 1) != 0));
+    }
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) piece.y[i] = place == i ? y : piece.y[i];
+  }
+  return piece;
 }
 
 // y of a piece's tokens, from `first` on; -inf past the row's end.
 template <class Logits>
 __device__ inline void y_of_pack(const Row& row, const Pack<Logits>& pack, int first,
                                  float (&y)[kPiece]) {
-  Logits::unpack(pack.words, y);
+  Piece piece;
+  Logits::unpack(pack.words, piece.y);
 #pragma unroll
-  for (int i = 0; i < kPiece; ++i) y[i] = sanitised(y[i]);
-  if (!row.plain()) {
-    // A copy: what is passed by its address lies in memory.
-    float processed_y[kPiece];
+  for (int i = 0; i < kPiece; ++i) piece.y[i] = sanitised(piece.y[i]);
+  if (!row.plain()) piece = process_piece(row, first, piece);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) processed_y[i] = y[i];
-    process_piece(row, first, processed_y);
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) y[i] = processed_y[i];
-  }
+  for (int i = 0; i < kPiece; ++i) y[i] = piece.y[i];
 }
 
 template <class Logits>
