@@ -529,9 +529,9 @@ __device__ inline void ban(Set<Logits>& set, uint32_t kept) {
       // Digits from 8 on take of a byte the sign alone, those from 12 on of one of the second word.
       const unsigned piece = 0x1111u * static_cast<unsigned>(i);
       const uint32_t mask = Logits::kVectors == 2
-                                ? __byte_perm(at_sign[k], 0, 0x8888u + piece)
-                                : __byte_perm(at_sign[2 * k % kPiece],
-                                              at_sign[(2 * k + 1) % kPiece], 0xCC88u + piece);
+                                ? spread_signs(at_sign[k], 0, 0x8888u + piece)
+                                : spread_signs(at_sign[2 * k % kPiece],
+                                               at_sign[(2 * k + 1) % kPiece], 0xCC88u + piece);
       uint32_t& word = set.packs[i].words[k];
       word = (word & mask) | (Logits::kNegInfWord & ~mask);
     }
