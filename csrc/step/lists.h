@@ -25,8 +25,11 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
       const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
+      Pack<Logits> packs[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) piece_y<Logits>(row, ids[i], y[i]);
+      for (int i = 0; i < kEach; ++i) packs[i] = load_pack<Logits>(row, ids[i]);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) y_of_pack(row, packs[i], ids[i], y[i]);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll

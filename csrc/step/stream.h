@@ -321,8 +321,8 @@ struct CheckedWarp {
   // Of the tile that is next, its tokens that masks allow and that were seen before, numbered in
   // the order of the lanes that have their groups: each lane's first number, and how many they are.
   int32_t first[kWarp + 1];
-  int32_t seen[kWarp];       // 32 of them: their places in the tile
-  float x[kWarp], y[kWarp];  // their logits, sanitised, and y
+  int32_t seen[kWarp];   // 32 of them: their places in the tile
+  float2 values[kWarp];  // their logits, sanitised, and y
   TileBits in_output;
   Penalties penalties;
 };
@@ -458,15 +458,15 @@ __device__ inline void add_seen(const Wishes& wishes, float scale, CheckedWarp& 
     const float x = sanitised(Logits::value(token.logit));
     const float y =
         settled(x, penalised(memory.penalties, x, token.in_output >= 0, token.in_output));
-    memory.x[lane] = x;
-    memory.y[lane] = x == kNegInf ? kNegInf : y;
+    memory.values[lane] = {x, x == kNegInf ? kNegInf : y};
   }
   __syncwarp();
   const int end = min(memory.first[lane + 1] - begin, kWarp);
 #pragma unroll 1
   for (int i = max(memory.first[lane] - begin, 0); i < end; ++i) {
-    seen.raw_maximum = fmaxf(seen.raw_maximum, memory.x[i]);
-    const float y = memory.y[i];
+    const float2 value = memory.values[i];
+    seen.raw_maximum = fmaxf(seen.raw_maximum, value.x);
+    const float y = value.y;
     const float largest = fmaxf(seen.maximum, y);
     if (wishes.total && y > kNegInf) {
       const float z = z_of(seen.maximum, largest, scale);
