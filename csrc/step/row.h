@@ -341,24 +341,38 @@ struct Piece {
   float y[kPiece];
 };
 
+// Which of a piece's tokens are among so many ids.
+__device__ inline uint32_t listed_bits(const int32_t* ids, int count, int first) {
+  uint32_t bits = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const auto place = static_cast<uint32_t>(ids[i] - first);
+    bits |= place < kPiece ? 1u << place : 0u;
+  }
+  return bits;
+}
+
 // What processing makes of a piece's sanitised logits.
 __device__ inline __noinline__ Piece process_piece(const Row& row, int first, Piece piece) {
-  const bool listed = row.special != kNormal || row.num_bias + row.num_bans > 0;
   const PieceBits bits = piece_bits(row, first);
+  uint32_t listed = 0xFFu;
+  if (row.special == kNormal) {
+    listed =
+        listed_bits(row.bans, row.num_bans, first) | listed_bits(row.bias_ids, row.num_bias, first);
 #pragma unroll
-  for (int i = 0; i < kPiece; ++i) {
-    if (!listed && (bits.allowed >> i & 1) == 0) piece.y[i] = kNegInf;
+    for (int i = 0; i < kPiece; ++i) {
+      if ((bits.allowed >> i & 1) == 0) piece.y[i] = kNegInf;
+    }
   }
-  // One after the other: they are few, or all of a piece that lists or the contract change.
-  uint32_t left = listed ? 0xFFu : bits.seen & bits.allowed;
+  // One after the other: they are few, or all of a piece of a row that the contract replaces.
 #pragma unroll 1
-  for (; left != 0; left &= left - 1) {
+  for (uint32_t left = listed | bits.seen; left != 0; left &= left - 1) {
     const int place = __ffs(static_cast<int>(left)) - 1, token = first + place;
     if (token >= row.vocab) break;
     float y = piece.y[0];
 #pragma unroll
     for (int i = 1; i < kPiece; ++i) y = place == i ? piece.y[i] : y;
-    if (listed) {
+    if ((listed >> place & 1) != 0) {
       y = special_or(row, processed(row, y, token), token);
     } else if (y > kNegInf) {
       y = settled(y, penalised(row, y, token, (bits.in_output >> place & 1) != 0));

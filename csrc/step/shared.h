@@ -77,7 +77,7 @@ struct Shared {
   // Candidates; in canonical order but around the cut of a flat row.
   float list_y[kListed];
   int32_t list_ids[kListed];
-  union {
+  union alignas(16) {
     uint64_t keys[kListed];
     uint32_t mass_limbs[3][kBins];
     CheckedWarp checked[kWarps];
