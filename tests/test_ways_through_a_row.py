@@ -389,6 +389,41 @@ def test_every_token_of_a_group_is_banned(pair: BackendDevice) -> None:
     check_touched(pair, [peaks()], touches)
 
 
+def test_listed_ids_lie_anywhere(pair: BackendDevice) -> None:
+    """In the first and the last group, neighbours, ids that several lists name, and 300 biases."""
+    vocab = 2051
+    rng = np.random.default_rng(7)
+    ends = [1, 2, 63, 64, vocab - 2, vocab - 1]
+    words = [[i] for i in [*ends[::2], 1, 1]]
+    lists: list[dict[str, Any]] = [
+        {"logit_bias": dict.fromkeys(ends, 2.0), "bad_words_ids": words},
+        {"logit_bias": {i: float(rng.normal(0, 2)) for i in rng.permutation(vocab)[:300].tolist()}},
+        {
+            "stop_token_ids": ends,
+            "min_tokens": 9,
+            "logit_bias": {1: 5.0, 500: -INF, vocab - 3: 4.0},
+        },
+    ]
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.1}
+    asked = [
+        {**touch, **penalty, **filters}
+        for touch in lists
+        for penalty in ({}, penalties)
+        for filters in SAMPLED[:: pair.rows(1, 3)]
+    ]
+    options = {"max_logit_bias": 300, "max_bad_words": 8, "max_stop_ids": 8}
+    checked = CheckedTable(pair, vocab, len(asked), max_logprobs=3, eos_token_ids=[0], **options)
+    values = rng.normal(0, 2, (len(asked), vocab))
+    values[:, ends] += 6.0
+    for row, params in enumerate(asked):
+        checked.admit(SamplingParams(seed=row, logprobs=row % 4, **params), ends[:4], ends[2:])
+    checked.step(
+        place(values, pair.device).logits, range(len(asked)), words=random_words(rng, len(asked))
+    )
+    checked.check_state()
+    checked.tally.check(ambiguous=0.3)
+
+
 def test_unusual_logits_beside_everything_that_touches_them(pair: BackendDevice) -> None:
     """NaN and +inf in groups with biases, penalties, bans and masks."""
     nans, one, several = (peaks() for _ in range(3))

@@ -287,20 +287,23 @@ __device__ inline float settled(float x, float y) {
   return x == kInf ? kInf : y;
 }
 
-// y of a token with sanitised logit x: +inf where an unbanned x is, -inf where banned.
-__device__ inline float processed(const Row& row, float x, int token) {
+// y of a token with sanitised logit x: +inf where an unbanned x is, -inf where banned. listed:
+// whether lists may name it.
+__device__ inline float processed(const Row& row, float x, int token, bool listed = true) {
   if (x == kNegInf) return kNegInf;
   if ((row.checks & kCheckGrammar) != 0 && !bit_of(row.grammar, token)) return kNegInf;
   if ((row.checks & kCheckAllowed) != 0 && !bit_of(row.allowed, token)) return kNegInf;
-  for (int i = 0; i < row.num_bans; ++i) {
-    if (row.bans[i] == token) return kNegInf;
-  }
   float y = x;
-  for (int i = 0; i < row.num_bias; ++i) {
-    if (row.bias_ids[i] == token) {
-      const float bias = load_f32(row.bias_values + i);
-      if (bias == kNegInf) return kNegInf;
-      y = __fadd_rn(y, bias);
+  if (listed) {
+    for (int i = 0; i < row.num_bans; ++i) {
+      if (row.bans[i] == token) return kNegInf;
+    }
+    for (int i = 0; i < row.num_bias; ++i) {
+      if (row.bias_ids[i] == token) {
+        const float bias = load_f32(row.bias_values + i);
+        if (bias == kNegInf) return kNegInf;
+        y = __fadd_rn(y, bias);
+      }
     }
   }
   if ((row.checks & kCheckPenalties) != 0) {
@@ -341,8 +344,8 @@ struct Piece {
   float y[kPiece];
 };
 
-// Which of a piece's tokens are among so many ids.
-__device__ inline uint32_t listed_bits(const int32_t* ids, int count, int first) {
+// Which of a piece's tokens are among so many ids: bits.
+__device__ inline uint32_t bits_of_ids(const int32_t* ids, int count, int first) {
   uint32_t bits = 0;
 #pragma unroll 4
   for (int i = 0; i < count; ++i) {
@@ -352,13 +355,18 @@ __device__ inline uint32_t listed_bits(const int32_t* ids, int count, int first)
   return bits;
 }
 
+// Which of the tokens from `first` on lists name.
+__device__ inline uint32_t listed_bits(const Row& row, int first) {
+  return bits_of_ids(row.bans, row.num_bans, first) |
+         bits_of_ids(row.bias_ids, row.num_bias, first);
+}
+
 // What processing makes of a piece's sanitised logits.
 __device__ inline __noinline__ Piece process_piece(const Row& row, int first, Piece piece) {
   const PieceBits bits = piece_bits(row, first);
   uint32_t listed = 0xFFu;
   if (row.special == kNormal) {
-    listed =
-        listed_bits(row.bans, row.num_bans, first) | listed_bits(row.bias_ids, row.num_bias, first);
+    listed = listed_bits(row, first);
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       if ((bits.allowed >> i & 1) == 0) piece.y[i] = kNegInf;
