@@ -415,6 +415,12 @@ __device__ inline SeenToken<Logits> load_seen(const Row& row, const CheckedWarp&
   return token;
 }
 
+// For the tiles that begin_tile() begins with.
+__device__ inline void keep_penalties(const Row& row, CheckedWarp& memory, int lane) {
+  __syncwarp();  // All lanes are done with what is overwritten.
+  if (lane == 0) memory.penalties = penalties_of(row);
+}
+
 // Begins with a tile whose words are there: leaves what is clear in `clear`, numbers the seen
 // tokens and asks for the first ones. half: the only one whose seen tokens count, or -1.
 template <class Logits>
@@ -619,7 +625,7 @@ __device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes,
     return;
   }
   CheckedWarp& memory = the_checked_warp();
-  memory.penalties = penalties_of(row);
+  keep_penalties(row, memory, lane);
   const GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
   const auto token = begin_tile<Logits>(row, memory, words, tile, number, lane, memory.clear[0]);
   const RawGroup raw = stream_raw(tile, number, lane, loaded, at);
@@ -639,7 +645,7 @@ __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int 
   Set<Logits> sets[kSets];
 #pragma unroll
   for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(row, tile, i, lane);
-  memory.penalties = penalties_of(row);
+  keep_penalties(row, memory, lane);
   const float scale = row.scale;
   const bool masked = row.masked();
   int turn = 0;
