@@ -200,6 +200,15 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   const float* sums = maxima + task.groups;
   shared.bins[thread] = 0;
   float mine = kNegInf, mine_raw = kNegInf;
+  const float* raw_maxima = wishes.split ? task.at.raw_maxima : maxima;
+  const float* raw_sums = wishes.split || wishes.both ? task.at.raw_sums : sums;
+  if (wishes.raw && wishes.split && task.groups <= kListed) {
+    // Twice they are gone over. Here they are asked for at once; each thread reads its own later.
+    auto* copies = reinterpret_cast<float*>(shared.keys);
+    owned.copy(raw_maxima, raw_sums, copies, copies + kListed);
+    raw_maxima = copies;
+    raw_sums = copies + kListed;
+  }
   owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
   const bool unfiltered = wishes.total && top_p >= 1.0f;
   if (unfiltered && thread == kThreads - 1) task.word = draw_word();
@@ -208,7 +217,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   float raw_largest = range.high;
   if (wishes.raw && wishes.split) {
     owned.each([&](int, int group) {
-      mine_raw = fmaxf(mine_raw, vector_now(task.at.raw_maxima + group).largest());
+      mine_raw = fmaxf(mine_raw, vector_now(raw_maxima + group).largest());
     });
     raw_largest = block.max(mine_raw);
   }
@@ -217,11 +226,9 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
 
   // Each warp's part of the raw weights: they are added up when they are asked for. Where nothing
   // is read but tokens that may be drawn, that is done while these come.
-  const bool raw_later =
-      Logits::kInformed && wishes.raw && !greedy && !unfiltered && !row.has(kLists);
+  const bool raw_later = wishes.raw && !greedy && !unfiltered && !row.has(kLists);
   if (wishes.raw && !raw_later) {
-    leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
-                wishes.split || wishes.both ? task.at.raw_sums : sums, raw_largest);
+    leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
   }
   if (row.has(kLists)) {
     // From here on the statistics are those of y.
@@ -352,19 +359,15 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     for (; reaching != 0; reaching &= reaching - 1, ++place) {
       shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
     }
+    __syncthreads();
     // Beside the loading of tokens, of which the last threads have none as a rule.
-    const auto know_draw = [&] {
+    listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
       if (thread == kThreads - 1) {
         task.word = draw_word();
         task.total = total;
         if (wishes.raw && !raw_later) shared.raw_log = log_of_parts(shared);
       }
-    };
-    if (!Logits::kInformed) know_draw();
-    __syncthreads();
-    listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
-      know_draw();
-      if (raw_later) leave_parts(shared, block, owned, maxima, sums, largest);
+      if (raw_later) leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
     });
     if (raw_later && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
     if (listed > kListed) return false;
