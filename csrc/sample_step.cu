@@ -112,6 +112,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
     if (part == 0) given_statistics.ask_for(group_stats, a.layout.vocab_size, index);
     if (a.given != nullptr) heeds_given = a.given[2];
   }
+  const int32_t asked_grammar = ask_for_grammar(a);
   const int given_slot = a.slots[index];
   if constexpr (Logits::kInformed) {
     if (part == 0 && threadIdx.x == kThreads - kWarp) shared.arguments = a;
@@ -169,7 +170,8 @@ __device__ __forceinline__ void step(const StepArguments& a,
   [[maybe_unused]] bool is_read = true;
   if constexpr (Logits::kInformed) {
     const float scale = __int_as_float(parameter(kParamScale));
-    const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
+    const Wishes wishes =
+        first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
     // A shuffle: a comparison would be made, and waited for, before all else is asked for.
     const bool heeded = __shfl_sync(kAllLanes, heeds_given, 0) != 0;
     is_read = !heeded || !raw_suffice(wishes, scale);
@@ -201,11 +203,13 @@ __device__ __forceinline__ void step(const StepArguments& a,
     if (!is_read) {
       if (blocks > 1 && !clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
       const float scale = __int_as_float(parameter(kParamScale));
-      const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
+      const Wishes wishes =
+          first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
       const bool in_shared = scratch.groups <= kSharedGroups;
       auto* apart = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
       const Statistics at = statistics_from(in_shared ? the_statistics() : apart, apart, scratch);
-      begin_task<true>(a, source, scratch, wishes, at, header, state_word, index, slot, in_shared);
+      begin_task<true>(a, source, scratch, wishes, at, header, state_word, index, slot,
+                       has_grammar(asked_grammar), in_shared, 1);
       given_statistics.leave(at, source.vocab, scratch.groups);
       if (threadIdx.x == 4 * kWarp) {
         // If the statistics are wrong there may be nothing to find.
@@ -231,9 +235,10 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const float scale = __int_as_float(parameter(kParamScale));
   // Greedy rows, and those with top_k, take no second pass.
   const bool helped = clustered && (flags & kGreedy) == 0 && parameter(kParamTopK) <= 0;
-  const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared,
-             helped ? a.blocks_of_row : 1);
+  const Wishes wishes =
+      first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
+             has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1);
   if (clustered) cluster_wait();
   if (wishes.split) {
     __syncthreads();

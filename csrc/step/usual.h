@@ -11,6 +11,7 @@
 namespace graphed_sampling {
 
 constexpr int kShortList = kThreads;
+constexpr int kFetchedAhead = 128;  // tokens of a list
 constexpr int kThreadBits = 8;
 static_assert(kThreads == 1 << kThreadBits);
 
@@ -30,9 +31,14 @@ struct Scale {
 // do not. Every warp finds it by itself.
 __device__ inline int reaching_bin(const uint32_t (&bins)[kBins], uint32_t needed, int lane) {
   constexpr int kEach = kBins / kWarp;
-  uint32_t mine[kEach], number = 0;
+  static_assert(kEach == 8);
+  const auto* of_lane = reinterpret_cast<const uint4*>(bins) + 2 * lane;
+  const uint4 lower = of_lane[0], upper = of_lane[1];
+  const uint32_t mine[kEach] = {lower.x, lower.y, lower.z, lower.w,
+                                upper.x, upper.y, upper.z, upper.w};
+  uint32_t number = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) number += mine[i] = bins[lane * kEach + i];
+  for (int i = 0; i < kEach; ++i) number += mine[i];
   const auto up_to = static_cast<uint32_t>(sum_up_to_lane(static_cast<int>(number), lane));
   const unsigned reaching = __ballot_sync(kAllLanes, up_to >= needed);
   if (reaching == 0) return kBins;
@@ -385,6 +391,12 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       shared.list_masses[thread] = mass_of(exp2_wide(z));
     }
     if (ranked) rank_short_list(shared, listed);
+    // What the output's tables have at the token that will be drawn is then not far.
+    if (tables.bits != nullptr && thread < listed && listed <= kFetchedAhead) {
+      const int token = shared.list_ids[thread];
+      prefetch(tables.bits + (token >> 5));
+      prefetch(tables.counts + token);
+    }
     __syncthreads();
     if (block.warp() == 0) {
       selection = listed <= 2 * kWarp ? draw_from_short_list<2>(listed, ranked, top_k, top_p, total)
