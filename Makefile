@@ -8,7 +8,7 @@ EMULATED := $(if $(shell command -v $(CXX) 2> /dev/null),tests/_emulated.so)
 # Tests of other backends are left out, and files in which the kernel does nothing that it does not
 # do in these.
 RACES := $(addprefix tests/test_,$(addsuffix .py,emulation cuda_backend ways_through_a_row \
-  contract contract_fuzz graph prompt_logprobs sharded_kernel))
+  contract contract_fuzz graph group_stats prompt_logprobs sharded_kernel))
 
 .PHONY: setup test races demo lint format bench wheel clean
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import signal
 import sys
@@ -40,6 +41,8 @@ from graphed_sampling import (
     StepOutput,
     UnsupportedFeatureError,
     backends,
+    group_stats,
+    group_stats_shape,
 )
 from graphed_sampling.layout import RowFlags
 from graphed_sampling.reference import RowResult, raw_logprobs, sample_row
@@ -70,6 +73,7 @@ class Case:
     """A batch: what its rows ask for, and the kind of logits they get.
 
     over: the case that a feature is added to. filters: what rivals are told; None for no rivals.
+    group_stats: whether steps are given the statistics of their logits.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Case:
     filters: Filters | None = None
     bitmask: bool = False
     penalties: bool = False
+    group_stats: bool = False
 
 
 def _plain(**params: Any) -> MakeRequest:
@@ -110,6 +115,14 @@ def _with_bias(row: int, random: np.random.Generator, vocab: int) -> Request:
     return _plain(**_HOME, logit_bias=bias)(row, random, vocab)
 
 
+_WITH_STATS: Final[dict[str, dict[str, Any]]] = {
+    "topk50_topp95": _HOME,
+    "unfiltered": {"temperature": 1.0},
+    "greedy": {"temperature": 0.0},
+}
+"""Classes of which there is one with `group_stats` ready, as a GEMM would leave them."""
+
+
 def _classes() -> list[Case]:
     def of(name: str, inputs: str = "lm", rivals: bool = True, **params: Any) -> Case:
         known = {k: v for k, v in params.items() if k in Filters.__dataclass_fields__}
@@ -125,6 +138,10 @@ def _classes() -> list[Case]:
         of("flat_topp95", "flat", temperature=0.8, top_p=0.95),
         of("typical95", rivals=False, temperature=0.8, typical_p=0.95),
         of("eta", rivals=False, temperature=0.8, eta_cutoff=1e-3),
+        *(
+            Case(f"{name}_stats", _plain(**params), group_stats=True)
+            for name, params in _WITH_STATS.items()
+        ),
         of("recorded_topk50_topp95", "recorded", **_HOME),
         of("recorded_topp95", "recorded", temperature=0.8, top_p=0.95),
         of("recorded_unfiltered", "recorded", temperature=1.0),
@@ -228,6 +245,8 @@ BARS: Final[Mapping[str, Mapping[int, Bar]]] = {
     },
     "typical95": _MANY_PASSES,
     "eta": _MANY_PASSES,
+    # Nothing is read but the statistics and the groups that may be drawn.
+    "topk50_topp95_stats": {256: times(0.5, 0.5)},
 }
 # Other vocabularies: by how much more a ratio may be there.
 RATIO_ALLOWANCE: Final = {32000: 1.35, 151936: 1.2, 201088: 1.2, 262144: 1.2}
@@ -311,6 +330,16 @@ class References:
         return self.known[key]
 
 
+def stats_bytes(vocab: int) -> int:
+    """Of a row's `group_stats`, the least that a step with them reads."""
+    return 4 * math.prod(group_stats_shape(1, vocab))
+
+
+def stats_of(logits: Tensor) -> Tensor:
+    """Their `group_stats`, by parts: each takes several times its logits' memory."""
+    return torch.cat([group_stats(part) for part in logits.split(128)])
+
+
 _ROUNDING_FILTERS: Final = {"top_n_sigma", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 
 
@@ -343,12 +372,13 @@ class BackendStep:
             self.requests = [replace(r, params=replace(r.params, seed=None)) for r in self.requests]
         for request in self.requests:
             self.table.admit(request.params, request.prompt, output_token_ids=request.output)
-        self.step = TableStep(self, self.table, backend, batch)
+        self.step = TableStep(self, self.table, backend, batch, group_stats=case.group_stats)
         self.table.upload()
         slots = torch.full((batch,), -1, dtype=torch.int32)
         slots[: self.rows] = torch.arange(self.rows, dtype=torch.int32)
         self.slots = slots.to(self.device)
         self.masks = self._bitmasks() if case.bitmask else []
+        self.stats = [stats_of(x) for x in inputs] if case.group_stats else []
         self._start = (self.table.state.clone(), self.table.tables.clone())
         common.synchronize()
 
@@ -370,7 +400,9 @@ class BackendStep:
 
     def call(self, i: int, words: Tensor | None = None) -> None:
         i %= len(self.inputs)
-        self.step(self.inputs[i], self.slots, self.masks[i] if self.masks else None, words)
+        mask = self.masks[i] if self.masks else None
+        stats = self.stats[i] if self.stats else None
+        self.step(self.inputs[i], self.slots, mask, words, None, stats)
 
     def reset(self) -> None:
         """The requests as they were admitted, where the cost of a step depends on what they drew:
@@ -613,13 +645,11 @@ class Bench:
         largest = max(options.batches)
         if self.on_gpu and "padding" in options.names:
             largest = max(largest, *PADDING)
-        window_rows = options.features_batch + options.p99_inputs
-        self.inputs = Inputs(
-            options.device,
-            largest,
-            window_rows if "p99" in options.names else 0,
-            options.recorded,
-        )
+        least_rows = options.features_batch + options.p99_inputs if "p99" in options.names else 0
+        if self.on_gpu and any(n in CLASSES and CLASSES[n].group_stats for n in options.names):
+            bytes_read = stats_bytes(min(options.vocabs))
+            least_rows = max(least_rows, common.rows_for_cold(options.device, bytes_read))
+        self.inputs = Inputs(options.device, largest, least_rows, options.recorded)
         self.references = References()
         self.figures: list[Figure] = []
         self.comparisons: list[Comparison] = []
@@ -679,7 +709,10 @@ class Bench:
     def _backend(self, backend: str, case: Case, job: Job, *, rows: int | None = None) -> Figure:
         """A backend's step of a case at a job's shape; `rows` of them real, if not all."""
         name = case.name if rows is None else f"{case.name}, {rows} in {job.batch}"
-        buffers = self.inputs.buffers(case.inputs, job.vocab, DTYPES[job.dtype], job.batch)
+        row_bytes = stats_bytes(job.vocab) if case.group_stats else None
+        buffers = self.inputs.buffers(
+            case.inputs, job.vocab, DTYPES[job.dtype], job.batch, row_bytes
+        )
         return self._measure(
             Figure(name, backend, "backend", job.dtype, job.batch, job.vocab),
             lambda: BackendStep(backend, case, buffers, self.references, rows),

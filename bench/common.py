@@ -389,6 +389,11 @@ def load_recorded(path: Path) -> Tensor:
     return rows
 
 
+def rows_for_cold(device: torch.device, row_bytes: int) -> int:
+    """So many rows of which so much is read are 4 times the L2."""
+    return math.ceil(_COLD_L2 * l2_bytes(device) / row_bytes)
+
+
 @dataclass
 class Inputs:
     """Rows of logits, made once per kind, vocabulary and dtype, and cut into rotating buffers.
@@ -412,17 +417,28 @@ class Inputs:
             count = max(
                 _LEAST_BUFFERS * self.largest_batch,
                 self.least_rows,
-                min(self._rows_for_cold(vocab, dtype), MOST_CALLS),
+                min(rows_for_cold(self.device, vocab * dtype.itemsize), MOST_CALLS),
             )
             self._rows[key] = self._make(kind, vocab, dtype, count)
         return self._rows[key]
 
-    def buffers(self, kind: str, vocab: int, dtype: torch.dtype, batch: int) -> list[Tensor]:
-        """Inputs to rotate over: 4 at least, 4 times the L2 in all at least, 1024 at most."""
+    def buffers(
+        self,
+        kind: str,
+        vocab: int,
+        dtype: torch.dtype,
+        batch: int,
+        row_bytes: int | None = None,
+    ) -> list[Tensor]:
+        """Inputs to rotate over: 4 at least, 4 times the L2 in all at least, 1024 at most.
+
+        row_bytes: what is read of a row, where that is not all of it; the rows must be there.
+        """
         if kind == "mixed":
             return self._mixed(vocab, dtype, batch)
         rows = self.rows(kind, vocab, dtype)
-        wanted = max(_LEAST_BUFFERS, math.ceil(self._rows_for_cold(vocab, dtype) / batch))
+        row_bytes = row_bytes or vocab * dtype.itemsize
+        wanted = max(_LEAST_BUFFERS, math.ceil(rows_for_cold(self.device, row_bytes) / batch))
         count = min(wanted, MOST_CALLS, rows.shape[0] // batch)
         return [rows[i * batch : (i + 1) * batch] for i in range(count)]
 
@@ -443,9 +459,6 @@ class Inputs:
         self._rows.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _rows_for_cold(self, vocab: int, dtype: torch.dtype) -> int:
-        return math.ceil(_COLD_L2 * l2_bytes(self.device) / (vocab * dtype.itemsize))
 
     def _make(self, kind: str, vocab: int, dtype: torch.dtype, count: int) -> Tensor:
         if kind == "recorded":

@@ -52,15 +52,17 @@ Tensor philox_words(const Tensor& seed, const Tensor& position, int64_t stream_n
 void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, const Tensor& state,
                const Tensor& tables, const Tensor& output, const Tensor& scratch,
                std::vector<int64_t> layout, std::optional<Tensor> grammar_bitmask,
-               std::optional<Tensor> words, std::optional<Tensor> given) {
+               std::optional<Tensor> words, std::optional<Tensor> given,
+               std::optional<Tensor> group_stats) {
   const StepArguments arguments = step_arguments(logits, slots, params, state, tables, output,
                                                  scratch, layout, grammar_bitmask, words, given);
+  const float* statistics = group_stats_of(group_stats, given, logits, arguments);
   const int32_t device = logits.get_device_index();
   const DeviceGuard guard(device);
   int major = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
-  error = launch_sample_step(arguments, major >= 9,
+  error = launch_sample_step(arguments, statistics, major >= 9,
                              static_cast<cudaStream_t>(current_cuda_stream(device)));
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
 }

@@ -9,6 +9,9 @@
 // Where the device has clusters, the blocks of a row are one, and the statistics lie in the shared
 // memory of its first block, which finishes. Elsewhere they lie in global memory, and the block
 // that is through last finishes, which decides nothing but who works.
+//
+// Where the raw logits' statistics are given, rows that need no others are not read: the first
+// block finishes such a row at once, and its others have nothing to do.
 #include "sample_step.h"
 #include "step/finish.h"
 
@@ -19,9 +22,82 @@ namespace {
 // rows. Fewer, which read more each, wait less often for each other.
 constexpr int64_t kTargetBlocks = 512;
 
+// Maxima and sums from `closest` on, the others behind their place in scratch.
+__device__ inline Statistics statistics_from(float* closest, float* apart,
+                                             const ScratchLayout& scratch) {
+  return {closest, closest + scratch.groups, apart + 2 * scratch.groups, apart + 3 * scratch.groups,
+          apart + 4 * scratch.groups};
+}
+
+// A row's given statistics on their way to the block that finishes it.
+struct GivenStatistics {
+  // Vectors of 4 groups that a thread has of each: all where they fit into shared memory.
+  static constexpr int kHeld = kSharedGroups / 4 / kThreads;
+  const float* maxima;
+  int groups;
+  float4 held_maxima[kHeld], held_sums[kHeld];
+
+  __device__ float4 load(int kind, int vector) const {
+    return __ldg(reinterpret_cast<const float4*>(maxima + kind * groups) + vector);
+  }
+
+  __device__ void ask_for(const float* group_stats, int vocab, int index) {
+    groups = groups_of_stats(vocab);
+    maxima = group_stats + int64_t{index} * 2 * groups;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int vector = static_cast<int>(threadIdx.x) + i * kThreads;
+      if (4 * vector < groups) {
+        held_maxima[i] = load(0, vector);
+        held_sums[i] = load(1, vector);
+      }
+    }
+  }
+
+  // Leaves them as the first pass does its own. all: how many groups it has.
+  __device__ void leave(const Statistics& at, int vocab, int all) const {
+    const int with_tokens = ceil_div(vocab, kGroup);
+    const auto leave_vector = [&](int vector, const float4& maximum, const float4& sum) {
+      const Vector given_maxima(maximum), given_sums(sum);
+      float left[2][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float m = given_maxima[j], s = given_sums[j];
+        const bool is_number = m == m && s == s;
+        left[0][j] = 4 * vector + j < with_tokens ? (is_number ? m + 0.0f : kInf) : kNegInf;
+        // 64 weights, one of them 1, are no less and no more, whatever is given.
+        left[1][j] = fminf(fmaxf(s, 1.0f), static_cast<float>(kGroup));
+      }
+      for (int kind = 0; kind < 2; ++kind) {
+        auto* to = reinterpret_cast<float4*>(kind == 0 ? at.maxima : at.sums);
+        to[vector] = {left[kind][0], left[kind][1], left[kind][2], left[kind][3]};
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int vector = static_cast<int>(threadIdx.x) + i * kThreads;
+      if (4 * vector < all) leave_vector(vector, held_maxima[i], held_sums[i]);
+    }
+#pragma unroll 1
+    for (int vector = static_cast<int>(threadIdx.x) + kHeld * kThreads; 4 * vector < all;
+         vector += kThreads) {
+      const bool there = 4 * vector < groups;
+      const float4 nothing = {kNegInf, kNegInf, kNegInf, kNegInf};
+      leave_vector(vector, there ? load(0, vector) : nothing, there ? load(1, vector) : nothing);
+    }
+  }
+};
+static_assert(groups_of_stats(1) % 4 == 0 && groups_of_stats(kGroup * 4 + 1) == 8);
+
+// Whether the raw logits' statistics are all that a row wants.
+__device__ inline bool raw_suffice(const Wishes& wishes, float scale) {
+  return !wishes.split && !wishes.mean && (!wishes.total || scale == kLog2E);
+}
+
+// A block's part in a step. group_stats: of Informed logits.
 template <class Logits>
-__global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
-    sample_step_kernel(const __grid_constant__ StepArguments a) {
+__device__ __forceinline__ void step(const StepArguments& a,
+                                     [[maybe_unused]] const float* group_stats) {
   Shared& shared = the_shared();
   grid_dependency_wait();
   grid_dependency_launch();
@@ -29,10 +105,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int index = static_cast<int>(blockIdx.x / blocks);
   const unsigned part = blockIdx.x % blocks;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
+  // Whoever the row belongs to: so they come beside what tells.
+  [[maybe_unused]] GivenStatistics given_statistics = {};
+  [[maybe_unused]] int32_t heeds_given = 1;
+  if constexpr (Logits::kInformed) {
+    if (part == 0) given_statistics.ask_for(group_stats, a.layout.vocab_size, index);
+    if (a.given != nullptr) heeds_given = a.given[2];
+  }
+  const int32_t asked_grammar = ask_for_grammar(a);
   const int given_slot = a.slots[index];
+  if constexpr (Logits::kInformed) {
+    if (part == 0 && threadIdx.x == kThreads - kWarp) shared.arguments = a;
+  }
   const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
   // Of few rows the logits are asked for before it is known whether the row has a slot.
-  const bool early = a.rows <= kFewRows;
+  const bool early = !Logits::kInformed && a.rows <= kFewRows;
   if (!early && !has_slot) {
     if (part == 0) write_idle(a.layout, out, nullptr);
     return;
@@ -69,8 +156,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   // A lane has a word of each. Asked for after the logits they would come after them.
   const int32_t header = a.params[int64_t{slot} * a.layout.params_words() + lane];
   int32_t* state = a.state + int64_t{slot} * a.layout.state_words();
-  const int32_t state_word = lane < kStateRecent ? state[lane] : 0;
-  if (!early) load_first();
+  const auto load_state = [&] { return lane < kStateRecent ? state[lane] : 0; };
+  // A row that is not read may be finished before its other blocks have begun.
+  [[maybe_unused]] int32_t state_word = !Logits::kInformed || part == 0 ? load_state() : 0;
+  if (!early && !Logits::kInformed) load_first();
   const auto parameter = [&](int word) { return __shfl_sync(kAllLanes, header, word); };
 
   int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
@@ -78,6 +167,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int flags = parameter(kParamFlags);
   const bool clustered = a.in_shared && blocks > 1;
   const bool admitted = (flags & kAdmitted) != 0;
+  [[maybe_unused]] bool is_read = true;
+  if constexpr (Logits::kInformed) {
+    const float scale = __int_as_float(parameter(kParamScale));
+    const Wishes wishes =
+        first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+    // A shuffle: a comparison would be made, and waited for, before all else is asked for.
+    const bool heeded = __shfl_sync(kAllLanes, heeds_given, 0) != 0;
+    is_read = !heeded || !raw_suffice(wishes, scale);
+    if (is_read) {
+      if (part > 0) state_word = load_state();
+      load_first();
+    } else if (part > 0) {
+      // It counts as below, and of a cluster nobody waits for it.
+      if (!clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
+      return;
+    }
+  }
   if (!admitted || __shfl_sync(kAllLanes, state_word, kStateFinishReason) != 0) {
     if (part == 0) write_idle(a.layout, out, admitted ? state : nullptr);
     // All blocks of a row with a slot count, so that the count ends at 0 whatever happens to it;
@@ -93,6 +199,28 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     }
     return;
   }
+  if constexpr (Logits::kInformed) {
+    if (!is_read) {
+      if (blocks > 1 && !clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
+      const float scale = __int_as_float(parameter(kParamScale));
+      const Wishes wishes =
+          first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+      const bool in_shared = scratch.groups <= kSharedGroups;
+      auto* apart = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
+      const Statistics at = statistics_from(in_shared ? the_statistics() : apart, apart, scratch);
+      begin_task<true>(a, source, scratch, wishes, at, header, state_word, index, slot,
+                       has_grammar(asked_grammar), in_shared, 1);
+      given_statistics.leave(at, source.vocab, scratch.groups);
+      if (threadIdx.x == 4 * kWarp) {
+        // If the statistics are wrong there may be nothing to find.
+        shared.found = 0;
+        shared.drawn_group = {0, 0, 1};
+      }
+      __syncthreads();
+      finish_row<Logits>();
+      return;
+    }
+  }
   // The first block's memory is written to only when that block is there.
   if (clustered) cluster_arrive();
   float* scratch_statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
@@ -102,16 +230,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     statistics = the_statistics();
     if (part > 0) statistics = of_block(statistics, 0);
   }
-  const Statistics at = {
-      statistics, statistics + scratch.groups, scratch_statistics + 2 * scratch.groups,
-      scratch_statistics + 3 * scratch.groups, scratch_statistics + 4 * scratch.groups};
+  const Statistics at = statistics_from(statistics, scratch_statistics, scratch);
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
   // Greedy rows, and those with top_k, take no second pass.
   const bool helped = clustered && (flags & kGreedy) == 0 && parameter(kParamTopK) <= 0;
-  const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, a.in_shared,
-             helped ? a.blocks_of_row : 1);
+  const Wishes wishes =
+      first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+  begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
+             has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1);
   if (clustered) cluster_wait();
   if (wishes.split) {
     __syncthreads();
@@ -156,6 +283,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     __syncthreads();
   }
   finish_row<Logits>();
+}
+
+template <class Logits>
+__global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
+    sample_step_kernel(const __grid_constant__ StepArguments a) {
+  step<Logits>(a, nullptr);
+}
+
+// The same with group_stats. A kernel of its own, so that the other one pays nothing for them.
+template <class Logits>
+__global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
+    informed_step_kernel(const __grid_constant__ StepArguments a, const float* group_stats) {
+  step<Informed<Logits>>(a, group_stats);
 }
 
 }  // namespace
@@ -205,9 +345,9 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
 
 }  // namespace
 
-cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,
-                               cudaStream_t stream) {
-  const auto launch = [&](void (*kernel)(StepArguments)) {
+cudaError_t launch_sample_step(const StepArguments& arguments, const float* group_stats,
+                               bool programmatic, cudaStream_t stream) {
+  const auto launch = [&](auto* kernel, auto... more) {
     Plan plan;
     const cudaError_t error = make_plan(kernel, arguments.layout, arguments.rows, &plan);
     if (error != cudaSuccess) return error;
@@ -217,15 +357,20 @@ cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic
     // Blocks of a row lie side by side, so that rows are through one after the other.
     const dim3 grid(static_cast<unsigned>(int64_t{arguments.rows} * plan.blocks_of_row));
     return launch_kernel(kernel, grid, kThreads, plan.bytes, stream, programmatic,
-                         plan.in_shared ? plan.blocks_of_row : 1, chosen);
+                         plan.in_shared ? plan.blocks_of_row : 1, chosen, more...);
+  };
+  const auto launch_for = [&](auto logits) {
+    using Logits = decltype(logits);
+    return group_stats == nullptr ? launch(sample_step_kernel<Logits>)
+                                  : launch(informed_step_kernel<Logits>, group_stats);
   };
   switch (arguments.logits_type) {
     case LogitsType::kFloat32:
-      return launch(sample_step_kernel<Float32>);
+      return launch_for(Float32());
     case LogitsType::kBFloat16:
-      return launch(sample_step_kernel<BFloat16>);
+      return launch_for(BFloat16());
     default:
-      return launch(sample_step_kernel<Float16>);
+      return launch_for(Float16());
   }
 }
 

@@ -35,10 +35,18 @@ struct StepArguments {
 // first step; a step leaves it as the next one needs it.
 int64_t sample_step_scratch_words(const TableLayout& layout, int64_t rows);
 
+// So many groups of 64 tokens a row of group_stats has: a multiple of 4, so that each row's maxima
+// and sums are whole 16-byte vectors. What stands at groups without tokens is not looked at.
+GS_HOST_DEVICE constexpr int groups_of_stats(int vocab_size) {
+  return (vocab_size + 255) / 256 * 4;
+}
+
 // Enqueues one step of 1 to 2**24 rows. Returns the launch's error. Does not synchronise or
-// allocate, so it can be captured. programmatic: the step may begin while the kernel before it
-// ends (programmatic dependent launch; compute capability 9.0).
-cudaError_t launch_sample_step(const StepArguments& arguments, bool programmatic,
-                               cudaStream_t stream);
+// allocate, so it can be captured. group_stats: null, or of each row the maxima of its groups, then
+// their sums, aligned to 16 bytes; `given` then has a third word, which tells whether they count.
+// programmatic: the step may begin while the kernel before it ends (programmatic dependent launch;
+// compute capability 9.0).
+cudaError_t launch_sample_step(const StepArguments& arguments, const float* group_stats,
+                               bool programmatic, cudaStream_t stream);
 
 }  // namespace graphed_sampling

@@ -107,4 +107,21 @@ inline StepArguments step_arguments(const Tensor& logits, const Tensor& slots, c
   return a;
 }
 
+// The op's optional group_stats, of a step with these arguments; null where there are none.
+inline const float* group_stats_of(const std::optional<Tensor>& group_stats,
+                                   const std::optional<Tensor>& given, const Tensor& logits,
+                                   const StepArguments& a) {
+  if (!group_stats.has_value()) return nullptr;
+  check_place(*group_stats, "group_stats", logits);
+  const int groups = groups_of_stats(a.layout.vocab_size);
+  STD_TORCH_CHECK(group_stats->scalar_type() == ScalarType::Float && group_stats->dim() == 3 &&
+                      group_stats->size(0) == a.rows && group_stats->size(1) == 2 &&
+                      group_stats->size(2) == groups && group_stats->is_contiguous() &&
+                      reinterpret_cast<uintptr_t>(group_stats->const_data_ptr()) % 16 == 0,
+                  "cuda_step: group_stats must be contiguous float32 [n, 2, ", groups,
+                  "], aligned to 16 bytes");
+  if (given.has_value()) int32_words(*given, "given", 3, logits);
+  return static_cast<const float*>(group_stats->const_data_ptr());
+}
+
 }  // namespace graphed_sampling

@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int index = static_cast<int>(blockIdx.x / blocks);
   const unsigned part = blockIdx.x % blocks;
   int32_t* out = a.output + int64_t{index} * a.layout.output_words();
+  const int32_t asked_grammar = ask_for_grammar(a);
   const int slot = a.slots[index];
   const bool has_slot = slot >= 0 && slot < a.layout.max_requests;
   const bool early = a.rows <= kFewRows;
@@ -175,8 +176,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     const Statistics at = {statistics, statistics + groups, record + 2 * groups,
                            record + 3 * groups, record + 4 * groups};
     const float scale = __int_as_float(parameter(kParamScale));
-    const Wishes wishes = first_wishes(a, flags, parameter(kParamTopLogprobs), scale);
-    begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, in_shared, 1);
+    const bool grammar = has_grammar(asked_grammar);
+    const Wishes wishes = first_wishes(grammar, flags, parameter(kParamTopLogprobs), scale);
+    begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, grammar, in_shared,
+               1);
     if (thread <= s.ranks) shared.shards.starts[thread] = s.starts[thread];
     if (thread < s.ranks) shared.shards.rows[thread] = row_of_rank(thread);
     if (streams) {

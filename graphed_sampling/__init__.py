@@ -14,6 +14,7 @@ from graphed_sampling.logprobs import (
 )
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.sampler import Sampler, StepOutput, new_output, new_scratch
+from graphed_sampling.statistics import GROUP_SIZE, group_stats, group_stats_shape
 from graphed_sampling.step.batch import PrefillChunk, StepBatch
 from graphed_sampling.step.futures import GraphSignal, HostStream, gpu_future
 from graphed_sampling.step.loop import StepLoop, StepResult
@@ -33,6 +34,7 @@ from graphed_sampling.table import AdmittedRequest, RequestTable, TableFullError
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "GROUP_SIZE",
     "AdmittedRequest",
     "CaptureReport",
     "Delta",
@@ -67,6 +69,8 @@ __all__ = [
     "build_info",
     "canonical_order",
     "gpu_future",
+    "group_stats",
+    "group_stats_shape",
     "linear_logprobs",
     "new_output",
     "new_prompt_output",

@@ -62,6 +62,21 @@ def check_bitmask(bitmask: Tensor, rows: int, bitmap_words: int) -> None:
         )
 
 
+def check_group_stats(stats: Tensor, shape: tuple[int, int, int]) -> None:
+    """ValueError unless stats are contiguous fp32 of the shape, aligned to 16 bytes."""
+    check_tensor("group_stats", stats)
+    if not (
+        stats.shape == shape
+        and stats.dtype == torch.float32
+        and stats.is_contiguous()
+        and stats.data_ptr() % 16 == 0
+    ):
+        raise ValueError(
+            f"group_stats is {stats.dtype} {list(stats.shape)}: it must be contiguous "
+            f"torch.float32 {list(shape)}, aligned to 16 bytes"
+        )
+
+
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is {type(value).__name__}: it must be a torch.Tensor")

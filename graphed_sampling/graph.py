@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from bisect import bisect_left
@@ -16,6 +17,7 @@ from graphed_sampling import backends, checks
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.params import as_int
 from graphed_sampling.sampler import StepInputs, StepOutput, TableStep
+from graphed_sampling.statistics import group_stats_shape
 from graphed_sampling.table import RequestTable, device_guard
 
 _WARM_UP_STEPS: Final = 2
@@ -58,6 +60,7 @@ class BoundStep(Protocol):
         grammar_bitmask: Tensor | None,
         words: Tensor | None,
         given: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> None: ...
 
 
@@ -67,6 +70,7 @@ class BucketedSampler:
     row_buckets: checked, ascending. least_width: the fewest columns that logits must have;
     logits_width: those of the input buffer. new_step, new_logits: make the step for so many rows,
     and its input buffer [rows, logits_width]. pads: whether eager steps are padded to buckets too.
+    group_stats: whether the logits' statistics have an input buffer too.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class BucketedSampler:
         least_width: int,
         new_logits: Callable[[int], Tensor] | None = None,
         pads: bool = False,
+        group_stats: bool = False,
     ) -> None:
         self.table = table
         self.device = table.device
@@ -101,12 +106,18 @@ class BucketedSampler:
             else:
                 self._logits = new_logits(rows)
             self._inputs = StepInputs(table, rows, least_width)
-            # Which optional inputs count in this step: bitmask, words. A captured graph reads them
-            # all, and these tell it which to heed.
-            self._given = torch.zeros(2, dtype=torch.int32, device=self.device)
+            self._group_stats: Tensor | None = None
+            if group_stats:
+                shape = group_stats_shape(rows, table.vocab_size)
+                self._group_stats = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            # Which optional inputs count in this step: bitmask, words, statistics. A captured graph
+            # reads them all, and these tell it which to heed.
             self._given_choices = torch.tensor(
-                [[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.int32, device=self.device
+                list(itertools.product([0, 1], repeat=3 if group_stats else 2)),
+                dtype=torch.int32,
+                device=self.device,
             )
+            self._given = self._given_choices[0].clone()
             self._given_now = 0
             self._outputs: dict[int, StepOutput] = {}
             captures: tuple[BucketCapture, ...] = ()
@@ -129,6 +140,16 @@ class BucketedSampler:
         # Detached: what autograd notes of a write to it must not stay with the buffer.
         return self._logits.detach()[:n]
 
+    def group_stats_buffer(self, n: int) -> Tensor:
+        """fp32 `group_stats_shape(n, vocab_size)`: the same for the logits' statistics. A kernel
+        that writes them there spares their copy. ValueError for a sampler made without."""
+        if self._group_stats is None:
+            raise ValueError("there are no statistics: make the sampler with group_stats=True")
+        if as_int("n", n, "an integer >= 0") < 0:
+            raise ValueError(f"n = {n} is not accepted: it must be an integer >= 0")
+        bucket_of(n, self.row_buckets)
+        return self._group_stats.detach()[:n]
+
     @never_compiled
     def __call__(
         self,
@@ -137,6 +158,7 @@ class BucketedSampler:
         *,
         grammar_bitmask: Tensor | None = None,
         words: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> StepOutput:
         """One step, as `Sampler.__call__`; n is at most the largest bucket.
 
@@ -152,15 +174,21 @@ class BucketedSampler:
                 f"logits have {logits.shape[1]} columns: captured were {self.logits_width}"
             )
         bucket = bucket_of(n, self.row_buckets)
+        if group_stats is not None:
+            asked = self._group_stats is not None
+            self._inputs.check_group_stats(group_stats, logits, asked=asked)
+            group_stats = group_stats.detach()
         if logits.requires_grad:
             logits = logits.detach()  # nothing here is differentiable
         if self._pads:
-            self._check_overlap(logits)
+            check_overlap("logits", logits, self._logits)
+            if group_stats is not None and self._group_stats is not None:
+                check_overlap("group_stats", group_stats, self._group_stats)
             with device_guard(self.device):
-                self._padded_step(logits, slots, grammar_bitmask, words, bucket)
+                self._padded_step(logits, slots, grammar_bitmask, words, group_stats, bucket)
         else:
             self.table.upload(self._inputs.claim)
-            self._step(logits, slots, grammar_bitmask, words)
+            self._step(logits, slots, grammar_bitmask, words, None, group_stats)
         output = self._outputs.get(n)
         if output is None:
             output = StepOutput(self._step.output.record[:n], self.table.layout)
@@ -173,6 +201,7 @@ class BucketedSampler:
         slots: Tensor,
         grammar_bitmask: Tensor | None,
         words: Tensor | None,
+        group_stats: Tensor | None,
         bucket: int,
     ) -> None:
         n = logits.shape[0]
@@ -180,13 +209,17 @@ class BucketedSampler:
             return
         self.table.upload(self._inputs.claim)
         self._inputs.set_slots(slots, bucket)
-        if not self._is_buffer(logits):
+        if not is_buffer(logits, self._logits):
             self._logits[:n, : logits.shape[1]].copy_(logits)
         if grammar_bitmask is not None:
             self._inputs.set_grammar_bitmask(grammar_bitmask)
         if words is not None:
             self._inputs.set_words(words)
         given = 2 * (grammar_bitmask is not None) + (words is not None)
+        if self._group_stats is not None:
+            given = 2 * given + (group_stats is not None)
+            if group_stats is not None and not is_buffer(group_stats, self._group_stats):
+                self._group_stats[:n].copy_(group_stats)
         if given != self._given_now:
             self._given_now = -1  # uncertain, until the copy is enqueued
             self._given.copy_(self._given_choices[given])
@@ -200,20 +233,6 @@ class BucketedSampler:
         else:
             self._step_of_bucket(bucket)
 
-    def _is_buffer(self, logits: Tensor) -> bool:
-        """Whether logits are rows of the input buffer, from its first one on."""
-        same_rows = logits.shape[0] == 1 or logits.stride(0) == self._logits.stride(0)
-        return logits.data_ptr() == self._logits.data_ptr() and same_rows
-
-    def _check_overlap(self, logits: Tensor) -> None:
-        start = self._logits.data_ptr()
-        end = start + self._logits.stride(0) * len(self._logits) * self._logits.element_size()
-        inside = logits.numel() > 0 and start <= logits.data_ptr() < end
-        if inside and not self._is_buffer(logits):
-            raise ValueError(
-                "logits are a part of the sampler's own buffer: they must be logits_buffer(n)"
-            )
-
     def _step_of_bucket(self, rows: int) -> None:
         inputs = self._inputs
         self._step(
@@ -222,6 +241,24 @@ class BucketedSampler:
             inputs.grammar_bitmask[:rows],
             inputs.words[:rows] if self._step.takes_words else None,
             self._given,
+            None if self._group_stats is None else self._group_stats[:rows],
+        )
+
+
+def is_buffer(tensor: Tensor, buffer: Tensor) -> bool:
+    """Whether a tensor is rows of the buffer, from its first one on."""
+    same_rows = tensor.shape[0] == 1 or tensor.stride(0) == buffer.stride(0)
+    return tensor.data_ptr() == buffer.data_ptr() and same_rows
+
+
+def check_overlap(name: str, tensor: Tensor, buffer: Tensor) -> None:
+    """ValueError for other parts of an input buffer than its first rows."""
+    start = buffer.data_ptr()
+    end = start + buffer.stride(0) * len(buffer) * buffer.element_size()
+    inside = tensor.numel() > 0 and start <= tensor.data_ptr() < end
+    if inside and not is_buffer(tensor, buffer):
+        raise ValueError(
+            f"{name} are a part of the sampler's own buffer: they must be {name}_buffer(n)"
         )
 
 
@@ -277,6 +314,8 @@ class GraphedSampler(BucketedSampler):
     padded with slot -1. Default: powers of two up to the table's max_requests, and that.
     logits_dtype, logits_width: of the logits, fixed at capture; the width is that of the padded
     vocabulary, by default the table's vocab_size. backend, options: as for `Sampler`.
+    group_stats: whether steps may be given the statistics of their logits, for which there is a
+    buffer too.
 
     `capture_report` tells seconds and bytes. Graphs, their pool and the buffers go with the object.
     One thread calls a sampler at a time; samplers of different tables do not disturb each other.
@@ -290,6 +329,8 @@ class GraphedSampler(BucketedSampler):
         logits_dtype: torch.dtype = torch.float32,
         logits_width: int | None = None,
         backend: str = "auto",
+        *,
+        group_stats: bool = False,
         **options: str,
     ) -> None:
         backend = backends.with_options(backend, options)
@@ -298,8 +339,11 @@ class GraphedSampler(BucketedSampler):
             check_buckets(row_buckets, table.max_requests),
             check_dtype(logits_dtype),
             check_width(logits_width, table.vocab_size, "the table's vocab_size"),
-            lambda rows: TableStep(self, table, backend, rows, (logits_dtype,)),
+            lambda rows: TableStep(
+                self, table, backend, rows, (logits_dtype,), group_stats=group_stats
+            ),
             least_width=table.vocab_size,
+            group_stats=group_stats,
         )
 
 

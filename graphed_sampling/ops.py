@@ -37,6 +37,7 @@ from graphed_sampling.backends.position_records import Forward, Positions, Upstr
 from graphed_sampling.checks import (
     check_bitmask,
     check_device,
+    check_group_stats,
     check_linear,
     check_logits,
     check_vector,
@@ -51,6 +52,7 @@ from graphed_sampling.layout import (
 )
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
 from graphed_sampling.stateless import Filters, neutral_params, write_params
+from graphed_sampling.statistics import group_stats_shape
 from graphed_sampling.wishes import Wishes, accepted_ids, in_order_of, row_of_each
 
 _LIBRARY = torch.library.Library("graphed_sampling", "DEF")
@@ -66,12 +68,13 @@ _LIBRARY.define(
 _LIBRARY.define(
     "sample_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, str backend, *, "
-    "Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None) -> ()"
+    "Tensor? grammar_bitmask=None, Tensor? words=None, Tensor? given=None, "
+    "Tensor? group_stats=None) -> ()"
 )
 _LIBRARY.define(
     "cuda_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, Tensor(b!) tables, "
     "Tensor(c!) output, Tensor(d!) scratch, int[] layout, Tensor? grammar_bitmask=None, "
-    "Tensor? words=None, Tensor? given=None) -> ()"
+    "Tensor? words=None, Tensor? given=None, Tensor? group_stats=None) -> ()"
 )
 _LIBRARY.define(
     "cuda_sharded_step(Tensor logits, Tensor slots, Tensor params, Tensor(a!) state, "
@@ -140,6 +143,7 @@ def _sample_step(
     grammar_bitmask: Tensor | None = None,
     words: Tensor | None = None,
     given: Tensor | None = None,
+    group_stats: Tensor | None = None,
 ) -> None:
     sizes = TableLayout.from_ints(layout)
     rows, device = logits.shape[0], logits.device
@@ -166,8 +170,14 @@ def _sample_step(
     if words is not None:
         check_vector("words", words, rows, torch.int64, device)
     if given is not None:
-        check_vector("given", given, 2, torch.int32, device)
+        check_vector("given", given, 2 if group_stats is None else 3, torch.int32, device)
     module = backends.module(backends.resolve(backend, device))
+    step = module.sample_step
+    if group_stats is not None:
+        backends.check_takes_group_stats(module)
+        check_group_stats(group_stats, group_stats_shape(rows, sizes.vocab_size))
+        check_device("group_stats", group_stats, device)
+        step = partial(step, group_stats=group_stats)  # not an argument of every backend's
     needed = module.scratch_words(sizes, rows)
     if not (
         scratch.dim() == 1
@@ -184,7 +194,7 @@ def _sample_step(
     if rows == 0:
         return
     with torch.no_grad():
-        module.sample_step(
+        step(
             logits,
             slots,
             params,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import Output, TableLayout
 from graphed_sampling.params import UnsupportedFeatureError
 from graphed_sampling.staging import PinnedRing
+from graphed_sampling.statistics import group_stats_shape
 from graphed_sampling.table import RequestTable, SlotClaim, device_guard
 
 _RING_DEPTH: Final = 4
@@ -177,6 +178,14 @@ class StepInputs:
         else:
             self.claim = None
 
+    def check_group_stats(self, stats: Tensor, logits: Tensor, *, asked: bool) -> None:
+        """ValueError for statistics that a step would not accept, or is not made for."""
+        if not asked:
+            raise ValueError("group_stats are given: make the sampler with group_stats=True")
+        shape = group_stats_shape(logits.shape[0], self.table.vocab_size)
+        checks.check_group_stats(stats, shape)
+        checks.check_device("group_stats", stats, self.table.device)
+
     def set_slots(self, slots: Tensor, rows: int) -> None:
         """Bring slots to the first rows of `self.slots`; the rest, up to `rows`, is padding."""
         count = slots.shape[0]
@@ -236,7 +245,8 @@ class TableStep:
     """The op `sample_step` bound to a table and a backend, with the memory that it writes to.
 
     owner: the sampler, for whose lifetime the table refuses what the backend lacks.
-    logits_dtypes: of the logits that will come.
+    logits_dtypes: of the logits that will come. group_stats: whether their statistics will come
+    too; UnsupportedFeatureError where the backend does not take them.
     """
 
     def __init__(
@@ -246,10 +256,14 @@ class TableStep:
         backend: str,
         rows: int,
         logits_dtypes: Sequence[torch.dtype] = checks.LOGITS_DTYPES,
+        *,
+        group_stats: bool = False,
     ) -> None:
         self.table = table
         self.backend = backends.resolve(backend, table.device)
         module = backends.module(self.backend)
+        if group_stats:
+            backends.check_takes_group_stats(module)
         register_refusals(owner, table, self.backend)
         self.takes_words = "words" not in module.REFUSES
         self._about_words = getattr(module, "REMEDIES", {}).get("words", "")
@@ -278,8 +292,12 @@ class TableStep:
         grammar_bitmask: Tensor | None,
         words: Tensor | None,
         given: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> None:
-        torch.ops.graphed_sampling.sample_step(
+        step: Callable[..., None] = torch.ops.graphed_sampling.sample_step
+        if group_stats is not None:
+            step = partial(step, group_stats=group_stats)  # who gives none does not pay for it
+        step(
             logits,
             slots,
             self.table.params,
@@ -299,15 +317,25 @@ class Sampler:
     """Steps a table eagerly, on the current stream, without waiting for the device.
 
     table: the requests. backend: a name of `graphed_sampling.backends.NAMES`, or "auto".
+    group_stats: whether steps may be given the statistics of their logits.
     options: the backend's, where it has any, such as route="slab" of `flashinfer`.
     ValueError where the backend cannot run on the table's device, or takes no such options;
-    UnsupportedFeatureError where an admitted request needs a feature that it lacks.
+    UnsupportedFeatureError where an admitted request needs a feature that it lacks, or it does not
+    take the statistics.
     """
 
-    def __init__(self, table: RequestTable, backend: str = "auto", **options: str) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        backend: str = "auto",
+        *,
+        group_stats: bool = False,
+        **options: str,
+    ) -> None:
         self.table = table
         backend = backends.with_options(backend, options)
-        self._step = TableStep(self, table, backend, table.max_requests)
+        self._step = TableStep(self, table, backend, table.max_requests, group_stats=group_stats)
+        self._takes_group_stats = group_stats
         self.backend = self._step.backend
         self._inputs = StepInputs(table, table.max_requests)
 
@@ -319,6 +347,7 @@ class Sampler:
         *,
         grammar_bitmask: Tensor | None = None,
         words: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> StepOutput:
         """Draw one token for each row of logits and advance the state of its slot.
 
@@ -326,12 +355,17 @@ class Sampler:
         contiguous; not modified. slots: int32 [n], -1 for padding rows; a CPU tensor is checked by
         value, a device tensor is not. grammar_bitmask: int32 [n, >= ceil(vocab_size / 32)], bit set
         where a token is allowed. words: int64 [n], random words to draw with instead of the
-        requests' own. Returns device views, valid until this sampler's next call.
+        requests' own. group_stats: fp32 `group_stats_shape(n, vocab_size)` on the table's device,
+        the logits' statistics, of a sampler that was made for them. Others than these logits' make
+        tokens and logprobs wrong. Returns device views, valid until this sampler's next call.
         ValueError for anything not accepted, before anything is enqueued.
         """
         inputs = self._inputs
         self._step.check_words(words)
         inputs.check(logits, slots, grammar_bitmask, words)
+        if group_stats is not None:
+            inputs.check_group_stats(group_stats, logits, asked=self._takes_group_stats)
+            group_stats = group_stats.detach()
         rows = logits.shape[0]
         if rows > inputs.rows:
             # The inputs last: only their rows tell that there is room.
@@ -350,5 +384,5 @@ class Sampler:
             if grammar_bitmask is not None and grammar_bitmask.device != logits.device:
                 inputs.set_grammar_bitmask(grammar_bitmask)
                 grammar_bitmask = inputs.grammar_bitmask[:rows]
-            self._step(logits, slots, grammar_bitmask, words)
+            self._step(logits, slots, grammar_bitmask, words, None, group_stats)
         return StepOutput(self._step.output.record[:rows], self.table.layout)

@@ -115,6 +115,7 @@ class Arguments:
         self.grammar_bitmask: torch.Tensor | None = None
         self.words: torch.Tensor | None = None
         self.given: torch.Tensor | None = None
+        self.group_stats: torch.Tensor | None = None
 
     def run(self) -> None:
         torch.ops.graphed_sampling.cuda_step(*vars(self).values())
@@ -148,6 +149,9 @@ class Arguments:
             "the last dimension contiguous",
         ),
         ("given", lambda _: torch.zeros(1, dtype=torch.int32), "given must be"),
+        ("group_stats", lambda _: torch.zeros(2, 2, 1), r"group_stats must be .* \[n, 2, 4\]"),
+        ("group_stats", lambda _: torch.zeros(1, 2, 4), "group_stats must be"),
+        ("group_stats", lambda _: torch.zeros(2, 2, 4).double(), "group_stats must be"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -474,6 +478,44 @@ def test_typical_p_of_lists_of_any_length(pair: BackendDevice, tokens: int) -> N
         checked.step(torch.from_numpy(values).to(pair.device), range(rows))
     checked.check_state()
     checked.tally.check(ambiguous=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_where_logits_lie_changes_no_bit_of_masked_or_penalised_rows(
+    pair: BackendDevice, dtype: torch.dtype
+) -> None:
+    """The records of rows that are read by tiles, and by sets where they are not aligned."""
+    vocab = 3 * 2048 + 1024 + 8
+    rng = np.random.default_rng(8)
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+    masks = {"allowed_token_ids": list(range(0, vocab, 3))}
+    filters: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 20, "logprobs": 5},
+        {"top_p": 0.9, "temperature": 0.7},
+        {"typical_p": 0.8},
+        {},
+    ]
+    asked = [{**f, **touch} for f in filters for touch in (penalties, masks, penalties | masks)]
+    rows = len(asked)
+    values = torch.from_numpy(rng.normal(0, 3, (rows, vocab)))
+    mask = random_bitmask(rng, rows, vocab)
+    mask[::2] = -1
+    records = []
+    for placement in ("contiguous", "unaligned"):
+        table = RequestTable(rows, vocab, device=pair.device, max_logprobs=5, seed=0)
+        for i, params in enumerate(asked):
+            seen = np.random.default_rng(i).integers(0, vocab, 400).tolist()
+            table.admit(
+                SamplingParams(**{"seed": i, "logprobs": 0, **params}),
+                seen[:350],
+                output_token_ids=seen[300:],
+            )
+        sampler = Sampler(table, pair.backend)
+        logits = place(values, pair.device, dtype, placement).logits
+        sampler(logits, torch.arange(rows, dtype=torch.int32), grammar_bitmask=mask)
+        records.append(sampler._step.output.record.clone())
+    assert torch.equal(*records)
 
 
 # Barriers.

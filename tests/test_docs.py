@@ -16,7 +16,10 @@ needs_sources = pytest.mark.skipif(not README.is_file(), reason="the sources are
 
 
 @needs_sources
-@pytest.mark.parametrize("name", ["README.md", "docs/prompt_logprobs.md", "docs/distributed.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "docs/prompt_logprobs.md", "docs/distributed.md", "docs/group_stats.md"],
+)
 def test_the_code_that_is_shown_runs(name: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks

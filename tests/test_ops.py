@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 import graphed_sampling
-from graphed_sampling import RequestTable, Sampler, SamplingParams, backends, philox
+from graphed_sampling import (
+    RequestTable,
+    Sampler,
+    SamplingParams,
+    backends,
+    group_stats,
+    philox,
+)
 from graphed_sampling.positions import position_layout
 from graphed_sampling.reference import sample_row
 
@@ -259,6 +266,9 @@ def test_opcheck_of_every_op(device: str) -> None:
         arguments = Step(device, "cuda").arguments(torch.randn(3, V, device=device))
         *tensors, layout, _ = arguments
         torch.library.opcheck(OPS.cuda_step.default, (*tensors, layout), test_utils=checks)
+        stats = {"group_stats": group_stats(torch.randn(3, V, device=device))}
+        torch.library.opcheck(OPS.cuda_step.default, (*tensors, layout), stats, test_utils=checks)
+        torch.library.opcheck(OPS.sample_step.default, arguments, stats, test_utils=checks)
         ids = torch.zeros(3, dtype=torch.int64, device=device)
         record = graphed_sampling.new_prompt_output(3, device=device)
         torch.library.opcheck(

@@ -7,7 +7,7 @@ interpreter, `cuda` in an emulation.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -389,6 +389,41 @@ def test_every_token_of_a_group_is_banned(pair: BackendDevice) -> None:
     check_touched(pair, [peaks()], touches)
 
 
+def test_listed_ids_lie_anywhere(pair: BackendDevice) -> None:
+    """In the first and the last group, neighbours, ids that several lists name, and 300 biases."""
+    vocab = 2051
+    rng = np.random.default_rng(7)
+    ends = [1, 2, 63, 64, vocab - 2, vocab - 1]
+    words = [[i] for i in [*ends[::2], 1, 1]]
+    lists: list[dict[str, Any]] = [
+        {"logit_bias": dict.fromkeys(ends, 2.0), "bad_words_ids": words},
+        {"logit_bias": {i: float(rng.normal(0, 2)) for i in rng.permutation(vocab)[:300].tolist()}},
+        {
+            "stop_token_ids": ends,
+            "min_tokens": 9,
+            "logit_bias": {1: 5.0, 500: -INF, vocab - 3: 4.0},
+        },
+    ]
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.1}
+    asked = [
+        {**touch, **penalty, **filters}
+        for touch in lists
+        for penalty in ({}, penalties)
+        for filters in SAMPLED[:: pair.rows(1, 3)]
+    ]
+    options = {"max_logit_bias": 300, "max_bad_words": 8, "max_stop_ids": 8}
+    checked = CheckedTable(pair, vocab, len(asked), max_logprobs=3, eos_token_ids=[0], **options)
+    values = rng.normal(0, 2, (len(asked), vocab))
+    values[:, ends] += 6.0
+    for row, params in enumerate(asked):
+        checked.admit(SamplingParams(seed=row, logprobs=row % 4, **params), ends[:4], ends[2:])
+    checked.step(
+        place(values, pair.device).logits, range(len(asked)), words=random_words(rng, len(asked))
+    )
+    checked.check_state()
+    checked.tally.check(ambiguous=0.3)
+
+
 def test_unusual_logits_beside_everything_that_touches_them(pair: BackendDevice) -> None:
     """NaN and +inf in groups with biases, penalties, bans and masks."""
     nans, one, several = (peaks() for _ in range(3))
@@ -477,6 +512,76 @@ def test_grammar_allowed_ids_and_penalties_at_once(pair: BackendDevice, seed: in
         placed.check_unmodified()
     checked.check_state()
     checked.tally.check()
+
+
+# Which tokens of a row of tiles of 2048 and groups of 64 were seen before.
+SEEN: dict[str, Callable[[int], Sequence[int]]] = {
+    "none": lambda vocab: [],
+    "first and last": lambda vocab: [0, vocab - 1, vocab - 2],
+    "a group": lambda vocab: range(128, 192),
+    "a tile and the next token": lambda vocab: range(2048, 4097),
+    "every 50th": lambda vocab: range(17, vocab, 50),
+}
+
+
+@pytest.mark.parametrize("vocab", [4104, 4099], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_seen_before_lie_anywhere(
+    pair: BackendDevice, dtype: torch.dtype, vocab: int
+) -> None:
+    """In the prompt, in the output, or often in it; also where they are the largest of a group."""
+    rng = np.random.default_rng(vocab)
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.01, "presence_penalty": 0.2}
+    kinds = list(SEEN)[:: pair.rows(1, 2)]
+    asked = [(kind, filters) for kind in kinds for filters in SAMPLED[:: pair.rows(1, 2)]]
+    checked = CheckedTable(pair, vocab, len(asked), max_logprobs=3)
+    values = rng.normal(0, 2, (len(asked), vocab))
+    for row, (kind, filters) in enumerate(asked):
+        tokens = list(SEEN[kind](vocab))
+        params = SamplingParams(seed=row, logprobs=row % 4, **penalties, **filters)
+        output = tokens[::3] + tokens[:1] * 1000 + tokens[-1:] * 2
+        checked.admit(params, tokens[::2] + tokens[1::4], output)
+        values[row, tokens] += 3.0
+    checked.step(
+        place(values, pair.device, dtype, "padded").logits,
+        range(len(asked)),
+        words=random_words(rng, len(asked)),
+    )
+    checked.check_state()
+    checked.tally.check(ambiguous=0.3)
+
+
+@pytest.mark.parametrize("penalties", [False, True], ids=["masks", "masks and penalties"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_whose_words_are_all_ones_or_all_zeros(
+    pair: BackendDevice, dtype: torch.dtype, penalties: bool
+) -> None:
+    """For a group, for 1024 tokens and for a tile, beside words of single bits."""
+    vocab = 6152
+    rng = np.random.default_rng(4)
+    penalty = {"repetition_penalty": 1.5, "presence_penalty": 0.2} if penalties else {}
+    filters = SAMPLED[:: pair.rows(1, 2)]
+    checked = CheckedTable(pair, vocab, 2 * len(filters), max_logprobs=3)
+    values = rng.normal(0, 2, (2 * len(filters), vocab))
+    mask = np.full((len(values), -(-vocab // 32)), -1, np.int32)
+    mask[:, :2] = 0
+    mask[:, 64:96] = 0
+    mask[:, 100] = 1 << 7
+    mask[:, 101] = np.int32(-(2**31))
+    mask[1::2, :] = ~mask[1::2, :]
+    for row in range(len(values)):
+        params = SamplingParams(seed=row, logprobs=2, **penalty, **filters[row // 2])
+        seen = rng.integers(0, vocab, 200).tolist()
+        checked.admit(params, seen[:150], seen[100:])
+        values[row, seen] += 3.0
+    checked.step(
+        place(values, pair.device, dtype).logits,
+        range(len(values)),
+        bitmask=torch.from_numpy(mask),
+        words=random_words(rng, len(values)),
+    )
+    checked.check_state()
+    checked.tally.check(ambiguous=0.3)
 
 
 # Logprobs.

@@ -106,6 +106,26 @@ __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Bytes that are all ones or all zeros, as the sign is of a byte of a, which have the numbers 0 to
+// 3, or b: the lowest 3 bits of each digit of selector name it for one, from the lowest on. All 4
+// digits are 8 or more. What __byte_perm() does not offer.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef __CUDACC__
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+#else
+  return (__byte_perm(a, b, selector) >> 7 & 0x01010101u) * 0xFFu;
+#endif
+}
+
+// Brings what will be read closer. Nothing waits for it.
+__device__ __forceinline__ void prefetch([[maybe_unused]] const void* place) {
+#ifdef __CUDACC__
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(place));
+#endif
+}
+
 // What other blocks have left in global memory, or this one in shared memory: no older copy of it.
 __device__ __forceinline__ float load_now(const float* place) {
 #ifdef __CUDACC__

@@ -528,9 +528,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) {
     const unsigned chosen = selector >> (4 * i);
-    unsigned byte = static_cast<unsigned>(both >> (8 * (chosen & 7))) & 255;
-    if ((chosen & 8) != 0) byte = (byte & 128) != 0 ? 255 : 0;  // the sign alone
-    result |= byte << (8 * i);
+    result |= (static_cast<unsigned>(both >> (8 * (chosen & 7))) & 255) << (8 * i);
   }
   return result;
 }

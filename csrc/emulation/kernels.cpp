@@ -23,11 +23,12 @@ namespace {
 void cuda_step(const Tensor& logits, const Tensor& slots, const Tensor& params, const Tensor& state,
                const Tensor& tables, const Tensor& output, const Tensor& scratch,
                std::vector<int64_t> layout, std::optional<Tensor> grammar_bitmask,
-               std::optional<Tensor> words, std::optional<Tensor> given) {
-  const cudaError_t error =
-      launch_sample_step(step_arguments(logits, slots, params, state, tables, output, scratch,
-                                        layout, grammar_bitmask, words, given),
-                         true, nullptr);
+               std::optional<Tensor> words, std::optional<Tensor> given,
+               std::optional<Tensor> group_stats) {
+  const StepArguments arguments = step_arguments(logits, slots, params, state, tables, output,
+                                                 scratch, layout, grammar_bitmask, words, given);
+  const cudaError_t error = launch_sample_step(
+      arguments, group_stats_of(group_stats, given, logits, arguments), true, nullptr);
   STD_TORCH_CHECK(error == cudaSuccess, "cuda_step: ", cudaGetErrorString(error));
 }
 

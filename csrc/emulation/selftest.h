@@ -301,7 +301,8 @@ inline void check_functions() {
   expect(__funnelshift_r(0x12345678, 0x9ABCDEF0, 8) == 0xF0123456, "funnel shift");
   expect(__funnelshift_l(0x12345678, 0x9ABCDEF0, 8) == 0xBCDEF012, "funnel shift");
   expect(__byte_perm(0x33221100, 0x77665544, 0x7410) == 0x77441100, "byte_perm");
-  expect(__byte_perm(0x00008000, 0, 0x0009) == 0x000000FF, "byte_perm's signs");
+  expect(__byte_perm(0x00008000, 0, 0x0009) == 0x00000080, "byte_perm takes 3 bits of a digit");
+  expect(spread_signs(0x00008000, 0x7F800000, 0xED98) == 0xFF00FF00, "spread_signs");
 
   expect(__double2float_rd(0.1) < 0.1 && __double2float_ru(0.1) > 0.1, "directed conversion");
   expect(__double2float_rn(0.1) == 0.1f && __double2float_rd(-1e300) == -INFINITY, "conversion");

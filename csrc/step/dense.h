@@ -14,15 +14,16 @@ __device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float to
                                           float least) {
   const Task& task = shared.task;
   const float scale = task.row.scale;
-  const int sampled = min(max(128, task.groups / 16), task.groups);
-  const float ratio = static_cast<float>(task.groups) / static_cast<float>(sampled);
   const float budget = static_cast<float>(static_cast<double>(total) / kOne) * (1.0f - top_p);
   // Below it not even all tokens weigh the budget.
   float low_z = fminf(lg2_approx(budget / static_cast<float>(task.row.vocab)), -1.0f),
         high_z = 0.0f;
-  // Twice, the second time between the bounds of the first.
+  // Twice, the second time between the bounds of the first, which may be rough.
 #pragma unroll 1
   for (int round = 0; round < 2; ++round) {
+    const int least_sample = round == 0 ? 32 : 128;
+    const int sampled = min(max(least_sample, task.groups / 2048 * least_sample), task.groups);
+    const float ratio = static_cast<float>(task.groups) / static_cast<float>(sampled);
     const Bins bins(low_z, high_z);
     // All weights that there can be fit into a bin.
     const float unit = 4294967040.0f / static_cast<float>(sampled * kGroup);

@@ -212,27 +212,34 @@ __device__ __noinline__ void finish_row() {
   // For who wants to know by which way a row went.
   if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
+  keep_in_row<Logits>(task.row, &selection);
   report<Logits>(shared, block, a.layout, out, tables, selection, row_flags, stop);
 }
 
-__device__ inline bool has_grammar(const StepArguments& a) {
-  return a.grammar_bitmask != nullptr && (a.given == nullptr || a.given[0] != 0);
+// Whether the step has a grammar bitmask: asked for early, and used by `has_grammar` when it is
+// there.
+__device__ inline int32_t ask_for_grammar(const StepArguments& a) {
+  if (a.grammar_bitmask == nullptr) return 0;
+  return a.given == nullptr ? 1 : a.given[0];
 }
 
+// By a whole warp. A shuffle: a comparison would be made, and waited for, before anything else is
+// asked for.
+__device__ inline bool has_grammar(int32_t asked) { return __shfl_sync(kAllLanes, asked, 0) != 0; }
+
 // What the first pass over a row leaves.
-__device__ inline Wishes first_wishes(const StepArguments& a, int flags, int top_logprobs,
-                                      float scale) {
+__device__ inline Wishes first_wishes(bool grammar, int flags, int top_logprobs, float scale) {
   // Lists change few groups, whose statistics are worked out anew when the raw ones have done their
   // work; but not where those are needed again later.
   const bool raw_again = top_logprobs > 0 || (flags & kRank) != 0;
-  const bool split = (flags & (kAllowed | kPenalties)) != 0 || has_grammar(a) ||
-                     ((flags & kLists) != 0 && raw_again);
+  const bool split =
+      (flags & (kAllowed | kPenalties)) != 0 || grammar || ((flags & kLists) != 0 && raw_again);
   return wishes_of(flags, split, scale);
 }
 
 // What processing a row takes, but for what changes while it is finished.
 __device__ inline Row make_row(const StepArguments& a, const Source& source, int index, int slot,
-                               int flags, float scale) {
+                               bool grammar, int flags, float scale) {
   Row row = {};
   static_cast<Source&>(row) = source;
   row.params = a.params + int64_t{slot} * a.layout.params_words();
@@ -241,7 +248,7 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
   row.special = kNormal;
   row.scale = scale;
   const int64_t bitmap = int64_t{slot} * a.layout.bitmap_words();
-  if (has_grammar(a)) {
+  if (grammar) {
     row.checks |= kCheckGrammar;
     row.grammar =
         reinterpret_cast<const uint8_t*>(a.grammar_bitmask + index * a.grammar_bitmask_stride);
@@ -263,26 +270,41 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
 
 // Lets the block know of its row. Behind it there is no barrier yet. A lane has a word each of the
 // header of the parameters, and of the state.
+//
+// kApart: nobody has anything else to do meanwhile, so that warps share the work, and the arguments
+// are there already.
+template <bool kApart = false>
 __device__ inline void begin_task(const StepArguments& a, const Source& source,
                                   const ScratchLayout& scratch, const Wishes& wishes,
                                   const Statistics& at, int32_t header, int32_t state_word,
-                                  int index, int slot, bool in_shared, int blocks) {
+                                  int index, int slot, bool grammar, bool in_shared, int blocks) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int flags = __shfl_sync(kAllLanes, header, kParamFlags);
   const float scale = __int_as_float(__shfl_sync(kAllLanes, header, kParamScale));
-  if (threadIdx.x == kThreads - kWarp) shared.arguments = a;
+  if (!kApart && threadIdx.x == kThreads - kWarp) shared.arguments = a;
   if (threadIdx.x / kWarp == 0) {
     task.header[lane] = header;
     if (lane < kStateRecent) task.state[lane] = state_word;
   }
-  if (threadIdx.x == 0) {
+  constexpr int kApartBy = kApart ? kWarp : 0;
+  if (threadIdx.x == kApartBy) {
     int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
-    task.row = make_row(a, source, index, slot, flags, scale);
+    task.row = make_row(a, source, index, slot, grammar, flags, scale);
     task.row.bans = row_scratch + scratch.bans;
-    task.raw_row = task.row;
+    if (!kApart) {
+      task.raw_row = task.row;
+      task.raw_row.checks = 0;
+    }
+  }
+  if (kApart && threadIdx.x == 2 * kApartBy) {
+    task.raw_row = make_row(a, source, index, slot, grammar, flags, scale);
+    task.raw_row.bans = a.scratch + int64_t{index} * scratch.words + scratch.bans;
     task.raw_row.checks = 0;
+  }
+  if (threadIdx.x == 3 * kApartBy) {
+    int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
     task.wishes = wishes;
     task.at = at;
     task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);

@@ -7,13 +7,14 @@ namespace graphed_sampling {
 
 // Lists the tokens of listed groups with y >= bound, ids ascending; how many there are, of which as
 // many as fit are listed. row: whose y count, which may leave out what processing does.
-template <class Logits>
+// meanwhile(): what all threads do while the first tokens are on their way.
+template <class Logits, class Meanwhile>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
-                                      float bound) {
+                                      float bound, Meanwhile meanwhile) {
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
   static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
-  [[maybe_unused]] const bool plain = row.plain();
+  const bool plain = row.plain();
   int count = 0;
 #pragma unroll 1
   for (int begin = 0; begin < pieces && count <= kListed; begin += kThreads * kEach) {
@@ -21,12 +22,19 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     uint32_t reaching = 0;
     int ids[kEach] = {};
     float y[kEach][kPiece] = {};
+    Pack<Logits> packs[kEach] = {};
     if (first < pieces) {
       const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
+      for (int i = 0; i < kEach; ++i) {
+        ids[i] = id + i * kPiece;
+        packs[i] = load_pack<Logits>(row, ids[i]);
+      }
+    }
+    if (begin == 0) meanwhile();
+    if (first < pieces) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) piece_y<Logits>(row, ids[i], y[i]);
+      for (int i = 0; i < kEach; ++i) y_of_pack<Logits>(row, packs[i], ids[i], y[i]);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
@@ -37,8 +45,9 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     }
     int listed;
     int place = count + block.sum_before(__popc(reaching), &listed);
-    if constexpr (Logits::kSharded) {
-      // To load them once more, as below, could be to fetch them from another device.
+    if (Logits::kSharded || !plain) {
+      // To load them once more, as below, could be to fetch them from another device, or to wait
+      // for what processing them takes.
 #pragma unroll
       for (int i = 0; i < kEach * kPiece; ++i) {
         if ((reaching >> i & 1) == 0) continue;
@@ -52,10 +61,8 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
         // Loaded once more: registers cannot be numbered.
         const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
-        float token_y = load_logit<Logits>(row, token);
-        if (!plain) token_y = special_or(row, processed(row, token_y, token), token);
         if (place < kListed) {
-          shared.list_y[place] = token_y;
+          shared.list_y[place] = load_logit<Logits>(row, token);
           shared.list_ids[place] = token;
         }
       }
@@ -69,6 +76,12 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
   }
   __syncthreads();
   return count;
+}
+
+template <class Logits>
+__device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
+                                      float bound) {
+  return list_candidates<Logits>(shared, block, row, num_groups, bound, [] {});
 }
 
 // The orders of a list's tokens, descending, which take the place of the groups' maxima.

@@ -51,15 +51,17 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
   const Wishes& wishes = task.wishes;
   float x[2], y[2];
   bool nan = false;
+  const int first = group * kGroup + 2 * block.lane();
+  const uint32_t listed = listed_bits(row, first);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int token = group * kGroup + 2 * block.lane() + i;
+    const int token = first + i;
     x[i] = y[i] = kNegInf;
     if (token < row.vocab) {
       const float logit = Logits::value(load_bits<Logits>(row, token));
       nan = nan || logit != logit;
       x[i] = sanitised(logit);
-      y[i] = processed(row, x[i], token);
+      y[i] = processed(row, x[i], token, (listed >> i & 1) != 0);
     }
   }
   float maximum = fmaxf(y[0], y[1]), raw_maximum = fmaxf(x[0], x[1]);

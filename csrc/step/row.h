@@ -18,7 +18,7 @@ constexpr int kGroup = kPiece * kPieces;
 // The types of logits: how many 16-byte vectors a piece takes, what is in them, and the bits of
 // -inf.
 struct Float32 {
-  static constexpr bool kSharded = false;
+  static constexpr bool kSharded = false, kInformed = false;
   static constexpr int kVectors = 2;
   static constexpr uint32_t kNegInfBits = 0xFF800000u, kNegInfWord = 0xFF800000u;
   using Bits = uint32_t;
@@ -44,7 +44,7 @@ struct Float32 {
 };
 
 struct BFloat16 {
-  static constexpr bool kSharded = false;
+  static constexpr bool kSharded = false, kInformed = false;
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFF80u, kNegInfWord = 0xFF80FF80u;
   using Bits = uint16_t;
@@ -70,7 +70,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
-  static constexpr bool kSharded = false;
+  static constexpr bool kSharded = false, kInformed = false;
   static constexpr int kVectors = 1;
   static constexpr uint32_t kNegInfBits = 0xFC00u, kNegInfWord = 0xFC00FC00u;
   using Bits = uint16_t;
@@ -93,6 +93,12 @@ struct Float16 {
     return fmaxf(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
                  half_to_float(static_cast<uint16_t>(word >> 16)));
   }
+};
+
+// The same of rows whose groups' statistics somebody else has worked out, and may have got wrong.
+template <class Base>
+struct Informed : Base {
+  static constexpr bool kInformed = true;
 };
 
 // The same of rows whose logits lie in shards, each in its owner's memory: whoever reads them finds
@@ -159,6 +165,7 @@ struct Row : Source {
   float scale;   // log2(e) / temperature
 
   __device__ bool has(int flag) const { return (flags & flag) != 0; }
+  __device__ bool masked() const { return (checks & (kCheckGrammar | kCheckAllowed)) != 0; }
   // Whether y is the logit.
   __device__ bool plain() const {
     return checks == 0 && num_bias + num_bans == 0 && special == kNormal;
@@ -251,16 +258,29 @@ __device__ inline float load_logit(const Row& row, int token) {
   return sanitised(Logits::value(load_bits<Logits>(row, token)));
 }
 
-// y of a token seen in the prompt or, in_output, in the output: each operation rounded once.
-__device__ inline float penalised(const Row& row, float y, int token, bool in_output) {
-  const float repetition = load_f32(row.params + kParamRepetitionPenalty);
-  y = y > 0.0f ? __fdiv_rn(y, repetition) : __fmul_rn(y, repetition);
+struct Penalties {
+  float repetition, frequency, presence;
+};
+
+__device__ inline Penalties penalties_of(const Row& row) {
+  return {load_f32(row.params + kParamRepetitionPenalty),
+          load_f32(row.params + kParamFrequencyPenalty),
+          load_f32(row.params + kParamPresencePenalty)};
+}
+
+// y of a token seen in the prompt or, in_output, so many times in the output: each operation
+// rounded once.
+__device__ inline float penalised(const Penalties& penalties, float y, bool in_output, int count) {
+  y = y > 0.0f ? __fdiv_rn(y, penalties.repetition) : __fmul_rn(y, penalties.repetition);
   if (in_output) {
-    const float count = static_cast<float>(row.counts[token]);
-    y = __fsub_rn(y, __fmul_rn(count, load_f32(row.params + kParamFrequencyPenalty)));
-    y = __fsub_rn(y, load_f32(row.params + kParamPresencePenalty));
+    y = __fsub_rn(y, __fmul_rn(static_cast<float>(count), penalties.frequency));
+    y = __fsub_rn(y, penalties.presence);
   }
   return y;
+}
+
+__device__ inline float penalised(const Row& row, float y, int token, bool in_output) {
+  return penalised(penalties_of(row), y, in_output, in_output ? row.counts[token] : 0);
 }
 
 __device__ inline bool bit_of(const uint8_t* bitmap, int token) {
@@ -273,20 +293,23 @@ __device__ inline float settled(float x, float y) {
   return x == kInf ? kInf : y;
 }
 
-// y of a token with sanitised logit x: +inf where an unbanned x is, -inf where banned.
-__device__ inline float processed(const Row& row, float x, int token) {
+// y of a token with sanitised logit x: +inf where an unbanned x is, -inf where banned. listed:
+// whether lists may name it.
+__device__ inline float processed(const Row& row, float x, int token, bool listed = true) {
   if (x == kNegInf) return kNegInf;
   if ((row.checks & kCheckGrammar) != 0 && !bit_of(row.grammar, token)) return kNegInf;
   if ((row.checks & kCheckAllowed) != 0 && !bit_of(row.allowed, token)) return kNegInf;
-  for (int i = 0; i < row.num_bans; ++i) {
-    if (row.bans[i] == token) return kNegInf;
-  }
   float y = x;
-  for (int i = 0; i < row.num_bias; ++i) {
-    if (row.bias_ids[i] == token) {
-      const float bias = load_f32(row.bias_values + i);
-      if (bias == kNegInf) return kNegInf;
-      y = __fadd_rn(y, bias);
+  if (listed) {
+    for (int i = 0; i < row.num_bans; ++i) {
+      if (row.bans[i] == token) return kNegInf;
+    }
+    for (int i = 0; i < row.num_bias; ++i) {
+      if (row.bias_ids[i] == token) {
+        const float bias = load_f32(row.bias_values + i);
+        if (bias == kNegInf) return kNegInf;
+        y = __fadd_rn(y, bias);
+      }
     }
   }
   if ((row.checks & kCheckPenalties) != 0) {
@@ -322,43 +345,69 @@ __device__ inline PieceBits piece_bits(const Row& row, int first) {
   return bits;
 }
 
+// A piece's tokens, in registers: what is passed by its address lies in memory.
+struct Piece {
+  float y[kPiece];
+};
+
+// Which of a piece's tokens are among so many ids: bits.
+__device__ inline uint32_t bits_of_ids(const int32_t* ids, int count, int first) {
+  uint32_t bits = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const auto place = static_cast<uint32_t>(ids[i] - first);
+    bits |= place < kPiece ? 1u << place : 0u;
+  }
+  return bits;
+}
+
+// Which of the tokens from `first` on lists name.
+__device__ inline uint32_t listed_bits(const Row& row, int first) {
+  return bits_of_ids(row.bans, row.num_bans, first) |
+         bits_of_ids(row.bias_ids, row.num_bias, first);
+}
+
 // What processing makes of a piece's sanitised logits.
-__device__ inline __noinline__ void process_piece(const Row& row, int first, float* y) {
-  if (row.special != kNormal || row.num_bias + row.num_bans > 0) {
-#pragma unroll 1
-    for (int i = 0; i < kPiece && first + i < row.vocab; ++i) {
-      y[i] = special_or(row, processed(row, y[i], first + i), first + i);
-    }
-    return;
-  }
+__device__ inline __noinline__ Piece process_piece(const Row& row, int first, Piece piece) {
   const PieceBits bits = piece_bits(row, first);
-#pragma unroll 1
-  for (int i = 0; i < kPiece; ++i) {
-    const float x = y[i];
-    if (x == kNegInf || (bits.allowed >> i & 1) == 0) {
-      y[i] = kNegInf;
-    } else if ((bits.seen >> i & 1) != 0) {
-      y[i] = settled(x, penalised(row, x, first + i, (bits.in_output >> i & 1) != 0));
+  uint32_t listed = 0xFFu;
+  if (row.special == kNormal) {
+    listed = listed_bits(row, first);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      if ((bits.allowed >> i & 1) == 0) piece.y[i] = kNegInf;
     }
   }
+  // One after the other: they are few, or all of a piece of a row that the contract replaces.
+#pragma unroll 1
+  for (uint32_t left = listed | bits.seen; left != 0; left &= left - 1) {
+    const int place = __ffs(static_cast<int>(left)) - 1, token = first + place;
+    if (token >= row.vocab) break;
+    float y = piece.y[0];
+#pragma unroll
+    for (int i = 1; i < kPiece; ++i) y = place == i ? piece.y[i] : y;
+    if ((listed >> place & 1) != 0) {
+      y = special_or(row, processed(row, y, token), token);
+    } else if (y > kNegInf) {
+      y = settled(y, penalised(row, y, token, (bits.in_output >> place & 1) != 0));
+    }
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) piece.y[i] = place == i ? y : piece.y[i];
+  }
+  return piece;
 }
 
 // y of a piece's tokens, from `first` on; -inf past the row's end.
 template <class Logits>
 __device__ inline void y_of_pack(const Row& row, const Pack<Logits>& pack, int first,
                                  float (&y)[kPiece]) {
-  Logits::unpack(pack.words, y);
+  Piece piece;
+  Logits::unpack(pack.words, piece.y);
 #pragma unroll
-  for (int i = 0; i < kPiece; ++i) y[i] = sanitised(y[i]);
-  if (!row.plain()) {
-    // A copy: what is passed by its address lies in memory.
-    float processed_y[kPiece];
+  for (int i = 0; i < kPiece; ++i) piece.y[i] = sanitised(piece.y[i]);
+  if (!row.plain()) piece = process_piece(row, first, piece);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) processed_y[i] = y[i];
-    process_piece(row, first, processed_y);
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) y[i] = processed_y[i];
-  }
+  for (int i = 0; i < kPiece; ++i) y[i] = piece.y[i];
 }
 
 template <class Logits>

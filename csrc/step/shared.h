@@ -88,9 +88,10 @@ struct Shared {
   // Candidates; in canonical order but around the cut of a flat row.
   float list_y[kListed];
   int32_t list_ids[kListed];
-  union {
+  union alignas(16) {
     uint64_t keys[kListed];
     uint32_t mass_limbs[3][kBins];
+    CheckedWarp checked[kWarps];
     struct {
       int64_t list_masses[kThreads], sorted_masses[kThreads];
     };
@@ -115,6 +116,10 @@ __device__ inline Shared& the_shared() {
 }
 
 __device__ inline const Shards& the_shards() { return the_shared().shards; }
+
+__device__ inline CheckedWarp& the_checked_warp() {
+  return the_shared().checked[threadIdx.x / kWarp];
+}
 
 // maxima and sums of so many groups.
 __device__ inline float* the_statistics() {

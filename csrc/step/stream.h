@@ -1,6 +1,7 @@
 // The first pass: every logit once, of which it keeps maxima and sums of groups.
 #pragma once
 
+#include "block.h"
 #include "row.h"
 
 namespace graphed_sampling {
@@ -164,11 +165,10 @@ struct Exponents {
   }
 };
 
-// The sum of a set's weights, of the group that is the lane's. NaN where a logit of the group is
-// NaN or +inf. kWide: whether exponents may be wide.
+// The sum of a set's weights, from its base on, of the group that is the lane's. NaN where a logit
+// of the group is NaN or +inf. kWide: whether exponents may be wide.
 template <bool kWide, class Logits>
-__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
-                                  int lane) {
+__device__ inline float set_weights(const Set<Logits>& set, const Exponents& exponents, int lane) {
   float parts[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
@@ -182,13 +182,19 @@ __device__ inline float group_sum(const Set<Logits>& set, const Exponents& expon
     }
     parts[i] = sums[0] + sums[1];
   }
-  return sum_of_groups(parts, lane) * exponents.rebased(maximum).factor;
+  return sum_of_groups(parts, lane);
+}
+
+// The same from the group's own maximum on.
+template <bool kWide, class Logits>
+__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
+                                  int lane) {
+  return set_weights<kWide>(set, exponents, lane) * exponents.rebased(maximum).factor;
 }
 
 // The sum of weight * z, likewise.
 template <class Logits>
-__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents,
-                                     float maximum, float sum, int lane) {
+__device__ inline float set_moments(const Set<Logits>& set, const Exponents& exponents, int lane) {
   float parts[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
@@ -201,8 +207,14 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
       parts[i] += z < -126.0f ? 0.0f : ex2_approx(z) * z;
     }
   }
+  return sum_of_groups(parts, lane);
+}
+
+template <class Logits>
+__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents,
+                                     float maximum, float sum, int lane) {
   const Rebased rebased = exponents.rebased(maximum);
-  return sum_of_groups(parts, lane) * rebased.factor - rebased.z * sum;
+  return set_moments(set, exponents, lane) * rebased.factor - rebased.z * sum;
 }
 
 // Where a set's exponents start, from each lane's largest token.
@@ -300,176 +312,305 @@ __device__ inline void stream_tiles(const Source& source, const Wishes wishes, f
   if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
 }
 
-// Of a lane's tokens of a set a bit each: those that no mask bans and that were not seen before,
-// those that were, and which of all were in the output.
-struct SetBits {
-  uint32_t clear, seen, in_output;
+// Of a tile a bit a token, lane i's two words those of group i.
+using TileBits = uint32_t[2 * kWarp];
+
+// What a warp keeps of the tiles that it works on, in the block's shared memory.
+struct CheckedWarp {
+  TileBits clear[2];  // that no mask bans and that were not seen before; by turns
+  // Of the tile that is next, its tokens that masks allow and that were seen before, numbered in
+  // the order of the lanes that have their groups: each lane's first number, and how many they are.
+  int32_t first[kWarp + 1];
+  int32_t seen[kWarp];   // 32 of them: their places in the tile
+  float2 values[kWarp];  // their logits, sanitised, and y
+  TileBits in_output;
+  Penalties penalties;
 };
 
-template <class Logits>
-__device__ inline void load_checked_set(const Row& row, int tile, int number, int whole, int lane,
-                                        Set<Logits>& set, SetBits& bits) {
-  bool in_one_piece = false;
-  if constexpr (!Logits::kSharded) in_one_piece = tile < whole;
-  if (in_one_piece) {
-    set = load_set<Logits>(row, tile, number, lane);
-  } else {
-    set = load_any_set<Logits>(row, tile, number, lane);
-  }
-  bits = {0, 0, 0};
+// The calling warp's.
+__device__ inline CheckedWarp& the_checked_warp();
+
+// The words of the bitmaps for a group, as they lie in memory; where there is nothing to look at,
+// what changes nothing. masks: the one that there is.
+struct GroupWords {
+  uint32_t masks[2], prompt[2], output[2];
+};
+
+__device__ inline int words_of(const Row& row) { return (row.vocab + 31) / 32; }
+
+__device__ inline GroupWords load_group_words(const Row& row, int group) {
+  GroupWords words = {{~0u, ~0u}, {0, 0}, {0, 0}};
+  // Of groups past the row's end the last word, which is not used.
+  const int last = words_of(row) - 1;
+  const int places[2] = {min(2 * group, last), min(2 * group + 1, last)};
+  const auto word = [&](const uint8_t* bitmap, int i) {
+    return reinterpret_cast<const uint32_t*>(bitmap)[places[i]];
+  };
+  const int checks = row.checks;
+  if (row.masked()) {
+    const uint8_t* mask = (checks & kCheckGrammar) != 0 ? row.grammar : row.allowed;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const PieceBits piece = piece_bits(row, tile_first(tile, number * kAtOnce + i, lane));
-    bits.clear |= (piece.allowed & ~piece.seen) << (kPiece * i);
-    bits.seen |= (piece.allowed & piece.seen) << (kPiece * i);
-    bits.in_output |= piece.in_output << (kPiece * i);
+    for (int i = 0; i < 2; ++i) words.masks[i] = word(mask, i);
+    if ((checks & kCheckGrammar) != 0 && (checks & kCheckAllowed) != 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) words.masks[i] &= word(row.allowed, i);
+    }
+  }
+  if ((checks & kCheckPenalties) != 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      words.prompt[i] = word(row.prompt, i);
+      words.output[i] = word(row.output, i);
+    }
+  }
+  return words;
+}
+
+// A group's tokens that masks allow and that were seen before, a bit each.
+struct SeenBits {
+  uint32_t left[2];
+
+  __device__ SeenBits(const Row& row, const GroupWords& words, int group) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      left[i] = words.masks[i] & (words.prompt[i] | words.output[i]);
+      if (2 * group + i >= words_of(row)) left[i] = 0;
+    }
+  }
+};
+
+// 32 of a tile's seen tokens from number `begin` on, into the warp's list. The lane's next one is
+// number `next`; those that are listed leave its bits.
+__device__ inline void list_seen(CheckedWarp& memory, SeenBits& bits, int begin, int lane,
+                                 int& next) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll 1
+    for (; bits.left[i] != 0 && next < begin + kWarp; ++next) {
+      const int bit = 31 - __clz(static_cast<int>(bits.left[i]));
+      bits.left[i] ^= 1u << bit;
+      memory.seen[next - begin] = lane * kGroup + 32 * i + bit;
+    }
+  }
+  __syncwarp();
+}
+
+// A lane's token of the list, on its way: its logit, and how often it is in the output, or -1.
+template <class Logits>
+struct SeenToken {
+  typename Logits::Bits logit;
+  int32_t in_output;
+};
+
+// number: of tokens in the list.
+template <class Logits>
+__device__ inline SeenToken<Logits> load_seen(const Row& row, const CheckedWarp& memory, int tile,
+                                              int number, int lane) {
+  SeenToken<Logits> token = {0, -1};
+  if (lane < number) {
+    const int place = memory.seen[lane], id = tile * kTile + place;
+    token.logit = load_bits<Logits>(row, id);
+    if ((memory.in_output[place / 32] >> place % 32 & 1) != 0) token.in_output = row.counts[id];
+  }
+  return token;
+}
+
+// For the tiles that begin_tile() begins with.
+__device__ inline void keep_penalties(const Row& row, CheckedWarp& memory, int lane) {
+  __syncwarp();  // All lanes are done with what is overwritten.
+  if (lane == 0) memory.penalties = penalties_of(row);
+}
+
+// Begins with a tile whose words are there: leaves what is clear in `clear`, numbers the seen
+// tokens and asks for the first ones. half: the only one whose seen tokens count, or -1.
+template <class Logits>
+__device__ inline SeenToken<Logits> begin_tile(const Row& row, CheckedWarp& memory,
+                                               const GroupWords& words, int tile, int half,
+                                               int lane, TileBits& clear) {
+  __syncwarp();  // All lanes are done with what is overwritten.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    clear[2 * lane + i] = words.masks[i] & ~(words.prompt[i] | words.output[i]);
+  }
+  if ((row.checks & kCheckPenalties) == 0) {
+    if (lane == 0) memory.first[kWarp] = 0;
+    __syncwarp();
+    return {0, -1};
+  }
+  SeenBits bits(row, words, tile * kGroupsOfTile + lane);
+  if (half >= 0 && lane / (kWarp / kSets) != half) bits.left[0] = bits.left[1] = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) memory.in_output[2 * lane + i] = words.output[i];
+  const int count = __popc(bits.left[0]) + __popc(bits.left[1]);
+  const int up_to = sum_up_to_lane(count, lane);
+  if (lane == 0) memory.first[0] = 0;
+  memory.first[lane + 1] = up_to;
+  int next = up_to - count;
+  list_seen(memory, bits, 0, lane, next);
+  return load_seen<Logits>(row, memory, tile, memory.first[kWarp], lane);
+}
+
+// Of a group's tokens that were seen before: the largest logit and y, and what they weigh relative
+// to that y.
+struct Seen {
+  float raw_maximum, maximum, sum, moment;
+};
+
+// Lets the warp know of y of 32 tokens, from number `begin` on, and adds those of the lane's group.
+template <class Logits>
+__device__ inline void add_seen(const Wishes& wishes, float scale, CheckedWarp& memory,
+                                const SeenToken<Logits>& token, int begin, int lane, Seen& seen) {
+  if (lane < memory.first[kWarp] - begin) {
+    const float x = sanitised(Logits::value(token.logit));
+    const float y =
+        settled(x, penalised(memory.penalties, x, token.in_output >= 0, token.in_output));
+    memory.values[lane] = {x, x == kNegInf ? kNegInf : y};
+  }
+  __syncwarp();
+  const int end = min(memory.first[lane + 1] - begin, kWarp);
+#pragma unroll 1
+  for (int i = max(memory.first[lane] - begin, 0); i < end; ++i) {
+    const float2 value = memory.values[i];
+    seen.raw_maximum = fmaxf(seen.raw_maximum, value.x);
+    const float y = value.y;
+    const float largest = fmaxf(seen.maximum, y);
+    if (wishes.total && y > kNegInf) {
+      const float z = z_of(seen.maximum, largest, scale);
+      const float weight = ex2_approx(z);
+      if (wishes.mean) {
+        seen.moment = (z < -126.0f ? 0.0f : (seen.moment + seen.sum * z) * weight) +
+                      moment_of_one(y, largest, scale);
+      }
+      seen.sum = seen.sum * weight + ex2_approx(z_of(y, largest, scale));
+    }
+    seen.maximum = largest;
   }
 }
 
-// Tokens of a lane that were seen before, by piece: what they weigh relative to their largest.
-struct Seen {
-  float maxima[kAtOnce], sums[kAtOnce], moments[kAtOnce];
-};
-
-// They are few: each lane takes its own one after the other.
+// What a tile's seen tokens weigh, each lane its group's. token: as begin_tile() has it.
 template <class Logits>
-__device__ inline Seen weigh_seen(const Row& row, const Wishes wishes, const SetBits& bits,
-                                  int tile, int number, int lane) {
-  Seen seen;
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    seen.maxima[i] = kNegInf;
-    seen.sums[i] = seen.moments[i] = 0.0f;
-  }
+__device__ inline Seen weigh_seen(const Row& row, const Wishes& wishes, float scale,
+                                  CheckedWarp& memory, const SeenToken<Logits>& token, int tile,
+                                  int lane) {
+  Seen seen = {kNegInf, kNegInf, 0.0f, 0.0f};
+  const int total = memory.first[kWarp];
+  if (total == 0) return seen;
+  add_seen(wishes, scale, memory, token, 0, lane, seen);
+  if (total > kWarp) {
+    // The others, 32 at a time. Which were listed was not kept, so the first ones are once more.
+    const int group = tile * kGroupsOfTile + lane;
+    SeenBits bits(row, load_group_words(row, group), group);
+    int next = memory.first[lane];
+    if (memory.first[lane + 1] == next) bits.left[0] = bits.left[1] = 0;
+    list_seen(memory, bits, 0, lane, next);
 #pragma unroll 1
-  for (uint32_t left = bits.seen; left != 0; left &= left - 1) {
-    const int bit = __ffs(static_cast<int>(left)) - 1;
-    const int token = tile_first(tile, number * kAtOnce + bit / kPiece, lane) + bit % kPiece;
-    const float x = load_logit<Logits>(row, token);
-    if (x == kNegInf) continue;
-    const float y = settled(x, penalised(row, x, token, (bits.in_output >> bit & 1) != 0));
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (bit / kPiece != i) continue;
-      const float largest = fmaxf(seen.maxima[i], y);
-      if (wishes.total) {
-        const float z = z_of(seen.maxima[i], largest, row.scale);
-        const float weight = ex2_approx(z);
-        if (wishes.mean) {
-          seen.moments[i] = (z < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z) * weight) +
-                            moment_of_one(y, largest, row.scale);
-        }
-        seen.sums[i] = seen.sums[i] * weight + ex2_approx(z_of(y, largest, row.scale));
-      }
-      seen.maxima[i] = largest;
+    for (int begin = kWarp; begin < total; begin += kWarp) {
+      list_seen(memory, bits, begin, lane, next);
+      const auto other = load_seen<Logits>(row, memory, tile, total - begin, lane);
+      add_seen(wishes, scale, memory, other, begin, lane, seen);
     }
   }
   return seen;
 }
 
-// A set of a row in which masks or penalties count, or whose y the lists will change later.
-template <class Logits>
-__device__ inline void stream_checked_set(const Row& row, const Wishes wishes, int tile, int number,
-                                          int lane, Set<Logits>& set, const SetBits& bits,
-                                          const Statistics& at) {
-  const int group = group_of_lane(tile, number * kAtOnce, lane);
-  const bool writes = lane_writes(lane);
-  float maxima[kAtOnce];
+// A lane's tokens of a set a bit each: byte i has piece i.
+__device__ inline uint32_t bits_of_set(const TileBits& of_tile, int number, int lane) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(of_tile) + number * kAtOnce * kWarp + lane;
+  uint32_t bits = 0;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float raw_base = base_of_set(largest_in(maxima));
-  const float raw_maximum = max_of_groups(maxima, lane);
-  renew_all(set);
-  const float raw_sum = group_sum<false>(set, Exponents{raw_base, kLog2E}, raw_maximum, lane);
-  renew_all(set);
+  for (int i = 0; i < kAtOnce; ++i) bits |= static_cast<uint32_t>(bytes[i * kWarp]) << (8 * i);
+  return bits;
+}
 
-  const Seen seen = weigh_seen<Logits>(row, wishes, bits, tile, number, lane);
+// Makes -inf of the tokens that are not kept.
+template <class Logits>
+__device__ inline void ban(Set<Logits>& set, uint32_t kept) {
+  uint32_t at_sign[kPiece];  // the sign of byte i is token j of piece i
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) at_sign[j] = kept << (kPiece - 1 - j);
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    float y[kPiece];
-    Logits::unpack(set.packs[i].words, y);
-    maxima[i] = seen.maxima[i];
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      maxima[i] = fmaxf(maxima[i], (bits.clear >> (kPiece * i + j) & 1) != 0 ? y[j] : kNegInf);
+    for (int k = 0; k < 4 * Logits::kVectors; ++k) {
+      // Digits from 8 on take of a byte the sign alone, those from 12 on of one of the second word.
+      const unsigned piece = 0x1111u * static_cast<unsigned>(i);
+      const uint32_t mask = Logits::kVectors == 2
+                                ? spread_signs(at_sign[k], 0, 0x8888u + piece)
+                                : spread_signs(at_sign[2 * k % kPiece],
+                                               at_sign[(2 * k + 1) % kPiece], 0xCC88u + piece);
+      uint32_t& word = set.packs[i].words[k];
+      word = (word & mask) | (Logits::kNegInfWord & ~mask);
     }
-  }
-  float base = base_of_set(largest_in(maxima));
-  if (base == kInf) {
-    // Lists may ban that token yet, and the other groups' weights then count.
-    float finite = kNegInf;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float y[kPiece];
-      Logits::unpack(set.packs[i].words, y);
-      if (seen.maxima[i] < kInf) finite = fmaxf(finite, seen.maxima[i]);
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        if ((bits.clear >> (kPiece * i + j) & 1) != 0 && y[j] < kInf) finite = fmaxf(finite, y[j]);
-      }
-    }
-    base = base_of_set(finite);
-  }
-  const float maximum = max_of_groups(maxima, lane);
-  if (writes) {
-    at.maxima[group] = raw_sum != raw_sum ? kInf : maximum;
-    at.raw_maxima[group] = raw_maximum;
-    at.raw_sums[group] = raw_sum;
-  }
-  if (!wishes.total) return;
-  renew_all(set);
-  const Exponents exponents = {base, row.scale};
-  float parts[kAtOnce], moments[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    float y[kPiece];
-    Logits::unpack(set.packs[i].words, y);
-    const float z_of_seen = exponents.z(seen.maxima[i]);
-    const float of_seen = ex2_approx(z_of_seen);
-    parts[i] = seen.sums[i] * of_seen;
-    moments[i] =
-        z_of_seen < -126.0f ? 0.0f : (seen.moments[i] + seen.sums[i] * z_of_seen) * of_seen;
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      const bool clear = (bits.clear >> (kPiece * i + j) & 1) != 0;
-      const float z = clear ? exponents.z(y[j]) : kNegInf;
-      const float weight = ex2_approx(z);
-      parts[i] += weight;
-      if (wishes.mean) moments[i] += z < -126.0f ? 0.0f : weight * z;
-    }
-  }
-  const Rebased rebased = exponents.rebased(maximum);
-  const float sum = sum_of_groups(parts, lane);
-  if (writes) at.sums[group] = sum * rebased.factor;
-  if (wishes.mean) {
-    const float moment = sum_of_groups(moments, lane);
-    if (writes) at.moments[group] = (moment - rebased.z * sum) * rebased.factor;
   }
 }
 
-// A warp's tiles of such a row, each set on its way while it works on the one before. whole: as
-// above.
+// A set's raw statistics, of the group that is the lane's.
+struct RawGroup {
+  float maximum, sum;
+};
+
+// Of a row in which masks or penalties count, or whose y the lists will change later.
 template <class Logits>
-__device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
-                                                  int step, int end, int whole, int lane,
-                                                  const Statistics at) {
-  if (tile >= end) return;
-  Set<Logits> set, next_set;
-  SetBits bits, next_bits;
-  int number = 0;
-  load_checked_set(row, tile, number, whole, lane, set, bits);
-#pragma unroll 1
-  while (tile < end) {
-    const bool last = number == kSets - 1;
-    const int next_tile = last ? tile + step : tile, next_number = last ? 0 : number + 1;
-    if (next_tile < end) {
-      load_checked_set(row, next_tile, next_number, whole, lane, next_set, next_bits);
+__device__ inline RawGroup stream_raw(int tile, int number, int lane, Set<Logits>& set,
+                                      const Statistics& at) {
+  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  float maxima[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
+  const float base = base_of_set(largest_in(maxima));
+  const float maximum = max_of_groups(maxima, lane);
+  renew_all(set);
+  const float sum = group_sum<false>(set, Exponents{base, kLog2E}, maximum, lane);
+  renew_all(set);
+  if (lane_writes(lane)) {
+    at.raw_maxima[group] = maximum;
+    at.raw_sums[group] = sum;
+  }
+  return {maximum, sum};
+}
+
+// Then those of its y. seen: each lane its group's of the tile; clear: of the tile; masked: whether
+// masks ban; kAll: as above.
+template <bool kAll, class Logits>
+__device__ inline void stream_y(const Wishes wishes, float scale, bool masked, int tile, int number,
+                                int lane, const RawGroup& raw, Set<Logits>& set, const Seen& seen,
+                                const TileBits& clear, const Statistics& at) {
+  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const bool writes = lane_writes(lane);
+  const auto of_group = [&](float value) { return __shfl_sync(kAllLanes, value, group % kWarp); };
+  const float raw_of_seen = of_group(seen.raw_maximum), seen_maximum = of_group(seen.maximum);
+  // Of what is clear. Where no mask bans, and no seen token is its group's largest, it is that one.
+  float maximum = raw.maximum;
+  const bool is_seen = raw_of_seen > kNegInf && raw_of_seen == raw.maximum;
+  if (wishes.total || masked || __any_sync(kAllLanes, is_seen) != 0) {
+    const uint32_t bits = bits_of_set(clear, number, lane);
+    if (__any_sync(kAllLanes, ~bits != 0) != 0) {
+      ban(set, bits);
+      float maxima[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
+      maximum = max_of_groups(maxima, lane);
     }
-    stream_checked_set(row, wishes, tile, number, lane, set, bits, at);
-    set = next_set;
-    bits = next_bits;
-    tile = next_tile;
-    number = next_number;
+  }
+  maximum = fmaxf(maximum, seen_maximum);
+  if (writes) at.maxima[group] = raw.sum != raw.sum ? kInf : maximum;
+  if (!wishes.total) return;
+  // Groups that hold +inf are worked out anew. Lists may ban it yet, and the others then count.
+  const float base = base_of_set(maximum < kInf ? maximum : kNegInf);
+  renew_all(set);
+  const Exponents exponents = {base, scale};
+  const Rebased rebased = exponents.rebased(maximum);
+  const float z_of_seen = exponents.z(seen_maximum);
+  const float of_seen = ex2_approx(z_of_seen), seen_sum = of_group(seen.sum);
+  const float sum = set_weights<kAll>(set, exponents, lane) + seen_sum * of_seen;
+  if (writes) at.sums[group] = sum * rebased.factor;
+  if (kAll && wishes.mean) {
+    renew_all(set);
+    const float seen_moment = of_group(seen.moment);
+    const float moment =
+        set_moments(set, exponents, lane) +
+        (z_of_seen < -126.0f ? 0.0f : (seen_moment + seen_sum * z_of_seen) * of_seen);
+    if (writes) at.moments[group] = (moment - rebased.z * sum) * rebased.factor;
   }
 }
 
@@ -478,14 +619,79 @@ template <class Logits>
 __device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes, int set, int lane,
                                             const Statistics at) {
   const int tile = set / kSets, number = set % kSets;
-  Set<Logits> loaded;
-  if (wishes.split) {
-    SetBits bits;
-    load_checked_set(row, tile, number, 0, lane, loaded, bits);
-    stream_checked_set(row, wishes, tile, number, lane, loaded, bits, at);
-  } else {
-    loaded = load_any_set<Logits>(row, tile, number, lane);
+  Set<Logits> loaded = load_any_set<Logits>(row, tile, number, lane);
+  if (!wishes.split) {
     stream_set<true>(wishes, row.scale, tile, number, lane, loaded, at);
+    return;
+  }
+  CheckedWarp& memory = the_checked_warp();
+  keep_penalties(row, memory, lane);
+  const GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
+  const auto token = begin_tile<Logits>(row, memory, words, tile, number, lane, memory.clear[0]);
+  const RawGroup raw = stream_raw(tile, number, lane, loaded, at);
+  const Seen seen = weigh_seen<Logits>(row, wishes, row.scale, memory, token, tile, lane);
+  stream_y<true>(wishes, row.scale, row.masked(), tile, number, lane, raw, loaded, seen,
+                 memory.clear[0], at);
+}
+
+// As stream_loaded_tiles(), of such a row. The words of a tile's bitmaps are asked for more than a
+// set ahead, and so are the seen tokens of which they tell. kTotal: as wishes.total.
+template <bool kTotal, class Logits>
+__device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int step, int end,
+                                                  int lane, const Statistics& at) {
+  const Wishes wishes = {kTotal, false, true, true, false};
+  CheckedWarp& memory = the_checked_warp();
+  GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
+  Set<Logits> sets[kSets];
+#pragma unroll
+  for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(row, tile, i, lane);
+  keep_penalties(row, memory, lane);
+  const float scale = row.scale;
+  const bool masked = row.masked();
+  int turn = 0;
+  auto token = begin_tile<Logits>(row, memory, words, tile, -1, lane, memory.clear[turn]);
+#pragma unroll 1
+  while (tile < end) {
+    const int next = tile + step;
+    Seen seen;
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) {
+      const RawGroup raw = stream_raw(tile, i, lane, sets[i], at);
+      if (i == 0) {
+        if (next < end) words = load_group_words(row, next * kGroupsOfTile + lane);
+        seen = weigh_seen<Logits>(row, wishes, scale, memory, token, tile, lane);
+      } else if (next < end) {
+        token = begin_tile<Logits>(row, memory, words, next, -1, lane, memory.clear[turn ^ 1]);
+      }
+      stream_y<false>(wishes, scale, masked, tile, i, lane, raw, sets[i], seen, memory.clear[turn],
+                      at);
+      if (next < end) sets[i] = load_set<Logits>(row, next, i, lane);
+    }
+    turn ^= 1;
+    tile = next;
+  }
+  return tile;
+}
+
+// A warp's tiles of such a row, `step` apart. whole: how many of the row's tiles load_set() is for.
+template <class Logits>
+__device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
+                                                  int step, int end, int whole, int lane,
+                                                  const Statistics at) {
+  if constexpr (!Logits::kSharded) {
+    const int last = wishes.mean || row.scale < kLeastScale ? 0 : min(end, whole);
+    if (tile < last) {
+      tile = wishes.total
+                 ? stream_loaded_checked_tiles<true, Logits>(row, tile, step, last, lane, at)
+                 : stream_loaded_checked_tiles<false, Logits>(row, tile, step, last, lane, at);
+    }
+  }
+#pragma unroll 1
+  for (; tile < end; tile += step) {
+#pragma unroll 1
+    for (int i = 0; i < kSets; ++i) {
+      stream_one_set<Logits>(row, wishes, tile * kSets + i, lane, at);
+    }
   }
 }
 

@@ -11,6 +11,7 @@
 namespace graphed_sampling {
 
 constexpr int kShortList = kThreads;
+constexpr int kFetchedAhead = 128;  // tokens of a list
 constexpr int kThreadBits = 8;
 static_assert(kThreads == 1 << kThreadBits);
 
@@ -30,9 +31,14 @@ struct Scale {
 // do not. Every warp finds it by itself.
 __device__ inline int reaching_bin(const uint32_t (&bins)[kBins], uint32_t needed, int lane) {
   constexpr int kEach = kBins / kWarp;
-  uint32_t mine[kEach], number = 0;
+  static_assert(kEach == 8);
+  const auto* of_lane = reinterpret_cast<const uint4*>(bins) + 2 * lane;
+  const uint4 lower = of_lane[0], upper = of_lane[1];
+  const uint32_t mine[kEach] = {lower.x, lower.y, lower.z, lower.w,
+                                upper.x, upper.y, upper.z, upper.w};
+  uint32_t number = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) number += mine[i] = bins[lane * kEach + i];
+  for (int i = 0; i < kEach; ++i) number += mine[i];
   const auto up_to = static_cast<uint32_t>(sum_up_to_lane(static_cast<int>(number), lane));
   const unsigned reaching = __ballot_sync(kAllLanes, up_to >= needed);
   if (reaching == 0) return kBins;
@@ -168,6 +174,15 @@ __device__ inline __noinline__ uint64_t draw_word() {
                              static_cast<uint64_t>(load_i64(task.state + kStatePosition)), 0);
 }
 
+// Of a row whose statistics are wrong, what is drawn may be no token; then it is another one.
+template <class Logits>
+__device__ inline void keep_in_row(const Row& row, Selection* selection) {
+  if constexpr (Logits::kInformed) {
+    int& token = selection->drawn.token;
+    if (static_cast<unsigned>(token) >= static_cast<unsigned>(row.vocab)) token = 0;
+  }
+}
+
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
 template <class Logits>
 __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
@@ -191,6 +206,15 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   const float* sums = maxima + task.groups;
   shared.bins[thread] = 0;
   float mine = kNegInf, mine_raw = kNegInf;
+  const float* raw_maxima = wishes.split ? task.at.raw_maxima : maxima;
+  const float* raw_sums = wishes.split || wishes.both ? task.at.raw_sums : sums;
+  if (wishes.raw && wishes.split && task.groups <= kListed) {
+    // Twice they are gone over. Here they are asked for at once; each thread reads its own later.
+    auto* copies = reinterpret_cast<float*>(shared.keys);
+    owned.copy(raw_maxima, raw_sums, copies, copies + kListed);
+    raw_maxima = copies;
+    raw_sums = copies + kListed;
+  }
   owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
   const bool unfiltered = wishes.total && top_p >= 1.0f;
   if (unfiltered && thread == kThreads - 1) task.word = draw_word();
@@ -199,17 +223,18 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   float raw_largest = range.high;
   if (wishes.raw && wishes.split) {
     owned.each([&](int, int group) {
-      mine_raw = fmaxf(mine_raw, vector_now(task.at.raw_maxima + group).largest());
+      mine_raw = fmaxf(mine_raw, vector_now(raw_maxima + group).largest());
     });
     raw_largest = block.max(mine_raw);
   }
   // Not without tokens, and not with infinities.
   if (!(fabsf(range.high) < kInf)) return false;
 
-  // Each warp's part of the raw weights: they are added up when they are asked for.
-  if (wishes.raw) {
-    leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
-                wishes.split || wishes.both ? task.at.raw_sums : sums, raw_largest);
+  // Each warp's part of the raw weights: they are added up when they are asked for. Where nothing
+  // is read but tokens that may be drawn, that is done while these come.
+  const bool raw_later = wishes.raw && !greedy && !unfiltered && !row.has(kLists);
+  if (wishes.raw && !raw_later) {
+    leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
   }
   if (row.has(kLists)) {
     // From here on the statistics are those of y.
@@ -340,18 +365,22 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     for (; reaching != 0; reaching &= reaching - 1, ++place) {
       shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
     }
-    // Beside the loading of tokens, of which the last threads have none as a rule.
-    if (thread == kThreads - 1) {
-      task.word = draw_word();
-      task.total = total;
-      if (wishes.raw) shared.raw_log = log_of_parts(shared);
-    }
     __syncthreads();
-    listed = list_candidates<Logits>(shared, block, row, groups, bound);
+    // Beside the loading of tokens, of which the last threads have none as a rule.
+    listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
+      if (thread == kThreads - 1) {
+        task.word = draw_word();
+        task.total = total;
+        if (wishes.raw && !raw_later) shared.raw_log = log_of_parts(shared);
+      }
+      if (raw_later) leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
+    });
+    if (raw_later && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
     if (listed > kListed) return false;
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
       if (!selection.complete) return false;
+      keep_in_row<Logits>(row, &selection);
       report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
       return true;
     }
@@ -362,6 +391,12 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       shared.list_masses[thread] = mass_of(exp2_wide(z));
     }
     if (ranked) rank_short_list(shared, listed);
+    // What the output's tables have at the token that will be drawn is then not far.
+    if (tables.bits != nullptr && thread < listed && listed <= kFetchedAhead) {
+      const int token = shared.list_ids[thread];
+      prefetch(tables.bits + (token >> 5));
+      prefetch(tables.counts + token);
+    }
     __syncthreads();
     if (block.warp() == 0) {
       selection = listed <= 2 * kWarp ? draw_from_short_list<2>(listed, ranked, top_k, top_p, total)
@@ -376,6 +411,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     }
   }
 
+  keep_in_row<Logits>(row, &selection);
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
   const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {

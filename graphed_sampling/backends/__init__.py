@@ -23,6 +23,7 @@ REFUSES may hold "words" too, the argument of a step. A backend may also have
 
     REMEDIES: Mapping[str, str]               of what it refuses, what would serve
     configured(options) -> object             the same names, for options other than the default
+    TAKES_GROUP_STATS: bool                   whether its step takes `group_stats`
 
 Options follow a backend's name: "flashinfer:route=slab,..." is `flashinfer` with that option.
 """
@@ -39,6 +40,8 @@ from typing import Any
 from torch import Tensor
 from torch import device as Device
 from torch.cuda import is_available as has_gpu
+
+from graphed_sampling.params import UnsupportedFeatureError
 
 NAMES = ("cpu", "cuda", "triton", "torch", "flashinfer")
 """Every backend, in the order in which `auto` tries them."""
@@ -83,6 +86,15 @@ def resolve(name: str, device: Device) -> str:
     if reason:
         raise ValueError(f"backend {name!r} cannot be used on {device}: {reason}")
     return str(module(name).NAME)
+
+
+def check_takes_group_stats(backend: Any) -> None:
+    """UnsupportedFeatureError unless the backend, a module, takes the logits' statistics."""
+    if not getattr(backend, "TAKES_GROUP_STATS", False):
+        takers = [n for n in NAMES if getattr(module(n), "TAKES_GROUP_STATS", False)]
+        raise UnsupportedFeatureError(
+            f"the backend {backend.NAME!r} does not support group_stats; {', '.join(takers)} does"
+        )
 
 
 def canonical_order(vocab_size: int, backend: str) -> Tensor:

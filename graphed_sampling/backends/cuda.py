@@ -25,6 +25,7 @@ from graphed_sampling.layout import TableLayout
 NAME: Final = "cuda"
 CHOSEN_FOR: Final = "tables on a GPU for which the native library is built"
 REFUSES: Final[frozenset[str]] = frozenset()
+TAKES_GROUP_STATS: Final = True
 
 # The geometry and the scratch of csrc: tokens of a group and groups of a tile; words of a row, of a
 # group and of the list around the cut of a flat row, which smaller vocabularies go without.
@@ -144,6 +145,7 @@ def sample_step(
     grammar_bitmask: Tensor | None,
     words: Tensor | None,
     given: Tensor | None,
+    group_stats: Tensor | None = None,
 ) -> None:
     """One step in place; arguments as the op `sample_step`, checked there."""
     torch.ops.graphed_sampling.cuda_step(
@@ -158,6 +160,7 @@ def sample_step(
         grammar_bitmask,
         None if words is None else words.contiguous(),
         given,
+        group_stats,
     )
 
 

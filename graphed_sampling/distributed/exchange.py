@@ -68,8 +68,11 @@ class ExchangeStep:
         grammar_bitmask: Tensor | None,
         words: Tensor | None,
         given: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> None:
         """logits: contiguous [rows, width of this rank]."""
+        if group_stats is not None:
+            raise ValueError("group_stats are of whole rows: there are none of shards")
         rows = slots.shape[0]
         count = rows // self._collectives.size
         own = slice(self._rank * count, (self._rank + 1) * count)

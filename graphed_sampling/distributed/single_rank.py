@@ -256,8 +256,9 @@ class _SourceStep(TableStep):
         grammar_bitmask: Tensor | None,
         words: Tensor | None,
         given: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> None:
-        super().__call__(logits, slots, grammar_bitmask, words, given)
+        super().__call__(logits, slots, grammar_bitmask, words, given, group_stats)
         self.packets.abridge(slots.shape[0])
 
 

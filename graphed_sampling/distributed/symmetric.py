@@ -124,8 +124,11 @@ class SymmetricStep(TableStep):
         grammar_bitmask: Tensor | None,
         words: Tensor | None,
         given: Tensor | None = None,
+        group_stats: Tensor | None = None,
     ) -> None:
         """logits: the first rows of the input buffer."""
+        if group_stats is not None:
+            raise ValueError("group_stats are of whole rows: there are none of shards")
         self._kernels.sharded_step(
             logits,
             slots,

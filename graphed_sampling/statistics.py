@@ -1,0 +1,53 @@
+"""Statistics of groups of logits: what whoever makes logits can tell a step of them.
+
+A row's groups are `GROUP_SIZE` neighbouring tokens each, from token 0 on. Of every group there are
+its largest logit and the sum of exp(logit - largest), of the raw logits as they are stored. A step
+that is given them (`group_stats`) does not read rows for which they suffice, but for the few groups
+that may be drawn. `group_stats` works them out in torch operations; `graphed_sampling.epilogue` has
+what a kernel of Triton's calls on its tiles of logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from graphed_sampling.checks import check_vocab_size
+
+GROUP_SIZE: Final = 64
+"""Tokens of a group."""
+UNIT: Final = 4
+"""Of so many groups a row has a multiple. What stands at those without tokens is not looked at."""
+
+
+def group_stats_shape(rows: int, vocab_size: int) -> tuple[int, int, int]:
+    """(rows, 2, groups): of every row the maxima of its groups, then their sums.
+
+    groups: ceil(vocab_size / GROUP_SIZE), up to a multiple of 4, so that each row's maxima and sums
+    are whole vectors of 16 bytes.
+    """
+    return rows, 2, -(-vocab_size // (GROUP_SIZE * UNIT)) * UNIT
+
+
+def group_stats(logits: Tensor, vocab_size: int = -1) -> Tensor:
+    """fp32 [n, 2, groups]: the statistics of logits [n, >= vocab_size], fp32, bf16 or fp16.
+
+    [:, 0] are the maxima, -inf for groups without tokens. [:, 1] are the sums of
+    exp(logit - maximum), 0 where that is -inf, NaN where the group holds NaN or +inf.
+    vocab_size: -1 for all columns. ValueError for what is no such thing.
+    """
+    size = check_vocab_size(logits, vocab_size)
+    rows, _, groups = group_stats_shape(logits.shape[0], size)
+    with torch.no_grad():
+        padding = groups * GROUP_SIZE - size
+        values = logits[:, :size].float()
+        values = torch.nn.functional.pad(values, (0, padding), value=-math.inf)
+        values = values.view(rows, groups, GROUP_SIZE)
+        # NaN does not hide a maximum, which a step wants of the other groups alone.
+        maxima = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(2)
+        base = maxima.masked_fill(maxima == -math.inf, 0.0)
+        sums = (values - base.unsqueeze(2)).exp().sum(2)
+        return torch.stack([maxima, sums], 1)
