@@ -2,8 +2,8 @@
 
     python bench/sanitized.py [--vocab 20000 151936] [--rows 1 17 33 200] [--positions 1100]
 
-Steps of mixed requests, eager and captured, on rows of several kinds, and logprobs of many
-positions. It checks that tokens lie in the vocabulary; what they are is the tests' business.
+Steps of mixed requests, eager and captured, without statistics and with them, on rows of several
+kinds, and logprobs of many positions. It checks that tokens lie in the vocabulary; what they are is the tests' business.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from graphed_sampling import (
     RequestTable,
     Sampler,
     SamplingParams,
+    group_stats,
     new_prompt_output,
 )
 
@@ -30,6 +31,7 @@ MIXED = [
     SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, top_p=0.9, seed=6),
     SamplingParams(logit_bias={1: 2.0}, bad_words_ids=[[5]], min_tokens=3, stop_token_ids=[7]),
     SamplingParams(allowed_token_ids=[1, 5, 9], seed=8),
+    SamplingParams(temperature=50.0, top_p=0.9, seed=9),  # any row is flat then
 ]
 
 
@@ -52,8 +54,15 @@ def run_steps(vocab: int, rows: int, dtype: torch.dtype) -> None:
     logits, slots = logits_of(rows, vocab, dtype), torch.arange(rows, dtype=torch.int32)
     eager = Sampler(table, "cuda")
     graphed = GraphedSampler(table, row_buckets=[rows], logits_dtype=dtype, backend="cuda")
-    for sampler in (eager, graphed, graphed):
-        tokens = sampler(logits, slots).token_ids.cpu()
+    informed = Sampler(table, "cuda", group_stats=True)
+    statistics = group_stats(logits, vocab)
+    for step in (
+        lambda: eager(logits, slots),
+        lambda: graphed(logits, slots),
+        lambda: graphed(logits, slots),
+        lambda: informed(logits, slots, group_stats=statistics),
+    ):
+        tokens = step().token_ids.cpu()
         if not ((tokens >= -1) & (tokens < vocab)).all():
             raise AssertionError(f"{rows} rows of {vocab}, {dtype}: a token that is none")
 
