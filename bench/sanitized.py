@@ -3,7 +3,8 @@
     python bench/sanitized.py [--vocab 20000 151936] [--rows 1 17 33 200] [--positions 1100]
 
 Steps of mixed requests, eager and captured, without statistics and with them, on rows of several
-kinds, and logprobs of many positions. It checks that tokens lie in the vocabulary; what they are is the tests' business.
+kinds, and logprobs of many positions. It checks that tokens lie in the vocabulary; what they are is
+the tests' business.
 """
 
 from __future__ import annotations
