@@ -337,7 +337,7 @@ def stats_bytes(vocab: int) -> int:
 
 def stats_of(logits: Tensor) -> Tensor:
     """Their `group_stats`, by parts: each takes several times its logits' memory."""
-    return torch.cat([group_stats(part) for part in logits.split(128)])
+    return torch.cat([group_stats(part, -1) for part in logits.split(128)])
 
 
 _ROUNDING_FILTERS: Final = {"top_n_sigma", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}

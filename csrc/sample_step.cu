@@ -222,6 +222,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
     }
   }
   // The first block's memory is written to only when that block is there.
+  if (threadIdx.x == 0) shared.helpers = 0;
   if (clustered) cluster_arrive();
   float* scratch_statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
   float* statistics = scratch_statistics;
@@ -240,6 +241,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
              has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1);
   if (clustered) cluster_wait();
+  if (helped && part > 0 && threadIdx.x == 0) atomicAdd(of_block(&shared.helpers, 0u), 1);
   if (wishes.split) {
     __syncthreads();
     stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);

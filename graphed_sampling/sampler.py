@@ -181,7 +181,7 @@ class StepInputs:
     def check_group_stats(self, stats: Tensor, logits: Tensor, *, asked: bool) -> None:
         """ValueError for statistics that a step would not accept, or is not made for."""
         if not asked:
-            raise ValueError("group_stats are given: make the sampler with group_stats=True")
+            raise ValueError("group_stats are given to a sampler made without group_stats=True")
         shape = group_stats_shape(logits.shape[0], self.table.vocab_size)
         checks.check_group_stats(stats, shape)
         checks.check_device("group_stats", stats, self.table.device)

@@ -132,6 +132,17 @@ def test_it_refuses_other_vocabularies(vocab: int, message: str) -> None:
         group_stats(torch.zeros(2, 4), vocab)
 
 
+def test_it_refuses_what_is_no_such_thing() -> None:
+    with pytest.raises(ValueError, match="logits is list"):
+        group_stats([[1.0]], 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"vocab_size = 2\.0"):
+        group_stats(torch.zeros(2, 5), 2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows = -1"):
+        group_stats_shape(-1, 5)
+    with pytest.raises(ValueError, match="vocab_size = 0"):
+        group_stats_shape(1, 0)
+
+
 # What makes them: tiles of a kernel of Triton's.
 
 
@@ -240,10 +251,11 @@ def step_record(
     *,
     graphed: bool = False,
     slots: list[int] | None = None,
+    vocab: int = 1500,
     **inputs: torch.Tensor,
 ) -> StepOutput:
     """On the host: two steps' last. Request i is slot i, and row i's unless `slots` says more."""
-    table = RequestTable(len(asked), 1500, device=pair.device, seed=0, max_logprobs=4)
+    table = RequestTable(len(asked), vocab, device=pair.device, seed=0, max_logprobs=4)
     for seed, values in enumerate(asked):
         table.admit(SamplingParams(seed=seed, **values), [1, 2, 9])
     sampler: Sampler | GraphedSampler
@@ -303,7 +315,7 @@ def test_rows_for_which_they_suffice_are_not_read(pair: BackendDevice, name: str
     logits = some_logits(1)
     logits[0, ::64] += 8.0  # a few tokens stand out
     logits[0, 640:896] -= 60.0  # these groups nobody draws
-    stats = group_stats(logits)
+    stats = group_stats(logits, -1)
     whole = step_record(pair, logits, asked, stats)
     logits[0, 640:896] = NAN
     assert torch.equal(step_record(pair, logits, asked, stats).record, whole.record)
@@ -366,7 +378,7 @@ def test_a_row_has_the_same_bits_anywhere(pair: BackendDevice, clusters: bool) -
     asked = [*SUFFICES.values(), *ROUNDED.values(), *READS.values()]
     logits = some_logits(len(asked), width=vocab)
     logits[:, 900:] -= 4.0
-    stats = group_stats(logits)
+    stats = group_stats(logits, -1)
 
     def records(rows: list[int]) -> torch.Tensor:
         table = RequestTable(len(asked), vocab, device=pair.device, seed=0, max_logprobs=4)
@@ -410,26 +422,71 @@ def test_more_groups_than_are_kept_close_by(pair: BackendDevice) -> None:
     checked.tally.check(ambiguous=1.0)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_wrong_statistics_draw_tokens_still(seed: int) -> None:
+FLAT: list[dict[str, Any]] = [
+    {"top_p": 0.95, "logprobs": 2},
+    {"min_p": 0.01},
+    {"min_p": 0.001, "top_p": 0.9, "rank": True},
+    {"top_n_sigma": 1.0, "top_p": 0.8},
+    {"top_p": 0.7, "logit_bias": {7: 12.0}},
+    {"epsilon_cutoff": 1e-6},
+]
+"""Of flat rows they take a second pass."""
+
+
+def wrong_statistics(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
+    """Anything at all, nothing yet, or what stands for other logits."""
+    shape = group_stats_shape(rows, vocab)
+    values = [0.0, -1.0, 1.0, 50.0, 1e30, -1e30, INF, -INF, NAN, 1e-30]
+    anything = torch.from_numpy(rng.choice(values, shape).astype(np.float32))
+    others = torch.from_numpy(rng.normal(0, rng.choice([0.1, 3]), (rows, vocab))).float()
+    right = group_stats(others, vocab)
+    kind = rng.integers(6)
+    if kind == 0:
+        anything[:, 0] = anything[:, 0].nan_to_num(nan=3.0, posinf=9.0, neginf=-9.0)
+    if kind <= 1:
+        return anything
+    if kind == 2:
+        return torch.zeros(shape)
+    if kind == 3:
+        return group_stats(others.log_softmax(-1), vocab)
+    if kind == 4:
+        right[:, 0] += rng.choice([-30.0, -3.0, -0.1, 0.1, 3.0, 30.0])
+        return right
+    return torch.where(torch.rand(shape) < 0.9, right, anything)
+
+
+@pytest.mark.parametrize(("vocab", "examples"), [(1500, 40), (5000, 60), (70_000, 12)])
+def test_wrong_statistics_draw_tokens_still(vocab: int, examples: int) -> None:
     """Whatever they say, a row ends, and in a token of the vocabulary."""
     if not TAKERS or TAKERS[0].values[0].device.type != "cpu":
         pytest.skip("the emulation of CUDA is not here")
-    rng = np.random.default_rng(seed)
-    cases = [*SUFFICES.values(), *ROUNDED.values()]
-    asked = [cases[int(i)] for i in rng.integers(len(cases), size=4)]
-    values = [0.0, -1.0, 1.0, 50.0, 1e30, -1e30, INF, -INF, NAN, 1e-30]
-    shape = group_stats_shape(4, 1500)
-    stats = torch.from_numpy(rng.choice(values, shape).astype(np.float32))
-    if seed % 3 == 0:
-        stats = torch.where(torch.rand(shape) < 0.9, group_stats(some_logits(4, seed % 9)), stats)
-    if seed % 3 == 1:
-        stats[:, 0] = stats[:, 0].nan_to_num(nan=3.0, posinf=9.0, neginf=-9.0)
     pair = TAKERS[0].values[0]
-    output = step_record(pair, some_logits(4, seed % 7), asked, stats)
-    assert (output.token_ids >= 0).all()
-    assert (output.token_ids < 1500).all()
+    cases = [*SUFFICES.values(), *ROUNDED.values(), *FLAT, *FLAT]
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.integers(0, 2**32 - 1))
+    def check(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        asked = [cases[int(i)] for i in rng.integers(len(cases), size=4)]
+        logits = torch.from_numpy(rng.normal(0, rng.choice([0.1, 3]), (4, vocab))).bfloat16()
+        stats = wrong_statistics(rng, 4, vocab)
+        tokens = step_record(pair, logits, asked, stats, vocab=vocab).token_ids
+        assert ((tokens >= 0) & (tokens < vocab)).all()
+
+    check()
+
+
+def test_statistics_of_other_logits_than_those_that_flat_rows_have(pair: BackendDevice) -> None:
+    """Of logits before or after a log_softmax, and none yet: the step ends, in a token."""
+    for vocab in (5000, 128_256):
+        generator = torch.Generator().manual_seed(0)
+        raw = torch.randn(len(FLAT), vocab, generator=generator)
+        normal = raw.log_softmax(-1)
+        right = group_stats(raw, vocab)
+        wrong = [(normal, right), (raw, group_stats(normal, vocab)), (raw - 20, 0 * right)]
+        for logits, stats in wrong:
+            tokens = step_record(pair, logits, FLAT, stats, vocab=vocab).token_ids
+            assert ((tokens >= 0) & (tokens < vocab)).all()
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -441,7 +498,7 @@ def test_a_flag_on_the_device_tells_whether_they_count(pair: BackendDevice, coun
     slots = torch.arange(rows, dtype=torch.int32, device=pair.device)
     mask = torch.full((rows, 47), -1, dtype=torch.int32, device=pair.device)
     words = random_words(np.random.default_rng(2), rows).to(pair.device)
-    good = group_stats(logits)
+    good = group_stats(logits, -1)
     wrong = torch.full_like(good, 1e30)
 
     def record(given: list[int] | None, stats: torch.Tensor | None) -> torch.Tensor:
@@ -478,7 +535,7 @@ def test_graphed_samplers_have_a_buffer(pair: BackendDevice) -> None:
     slots = torch.arange(3, dtype=torch.int32)
     logits = sampler.logits_buffer(3)
     logits.copy_(some_logits(3))
-    buffer.copy_(group_stats(logits))
+    buffer.copy_(group_stats(logits, -1))
     for stats in ({"group_stats": buffer}, {}, {"group_stats": buffer.clone()}):
         table.state[:, 0] = 0  # the same position
         output = sampler(logits, slots, **stats)
@@ -487,7 +544,7 @@ def test_graphed_samplers_have_a_buffer(pair: BackendDevice) -> None:
         buffer.fill_(1e30)
         if not stats:
             assert torch.equal(sampler(logits, slots).record, expected.record)
-        buffer.copy_(group_stats(logits))
+        buffer.copy_(group_stats(logits, -1))
     with pytest.raises(ValueError, match="5 rows are more than"):
         sampler.group_stats_buffer(5)
     with pytest.raises(ValueError, match="n = -1"):
@@ -529,11 +586,11 @@ def test_wrong_inputs_raise(
     sampler = kind(table, backend=pair.backend, group_stats=True)
     slots = torch.tensor([0, -1, -1], dtype=torch.int32)
     logits = torch.zeros(3, 1500, device=pair.device)
-    stats = group_stats(logits)
+    stats = group_stats(logits, -1)
     with pytest.raises(ValueError, match=message):
         sampler(logits, slots, group_stats=change(stats))
     assert int(table.positions[0]) == 0
-    with pytest.raises(ValueError, match="make the sampler with group_stats=True"):
+    with pytest.raises(ValueError, match="a sampler made without group_stats=True"):
         kind(table, backend=pair.backend)(logits, slots, group_stats=stats)
 
 
@@ -562,7 +619,7 @@ def test_the_op_checks_them(pair: BackendDevice, backend: str) -> None:
         table.layout.to_ints(),
         backend,
     )
-    stats = group_stats(arguments[0])
+    stats = group_stats(arguments[0], -1)
     for wrong in (
         {"group_stats": stats[:2]},
         {"group_stats": stats, "given": stats[0, 0, :2].int()},

@@ -266,7 +266,7 @@ def test_opcheck_of_every_op(device: str) -> None:
         arguments = Step(device, "cuda").arguments(torch.randn(3, V, device=device))
         *tensors, layout, _ = arguments
         torch.library.opcheck(OPS.cuda_step.default, (*tensors, layout), test_utils=checks)
-        stats = {"group_stats": group_stats(torch.randn(3, V, device=device))}
+        stats = {"group_stats": group_stats(torch.randn(3, V, device=device), V)}
         torch.library.opcheck(OPS.cuda_step.default, (*tensors, layout), stats, test_utils=checks)
         torch.library.opcheck(OPS.sample_step.default, arguments, stats, test_utils=checks)
         ids = torch.zeros(3, dtype=torch.int64, device=device)

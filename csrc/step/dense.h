@@ -185,7 +185,8 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
 template <class Logits>
 __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
   const Task& task = shared.task;
-  const int blocks = task.blocks;
+  // Where rows share a slot, which nobody may do, one of them may be gone.
+  const int blocks = shared.helpers == task.blocks - 1 ? task.blocks : 1;
   if (block.thread() == 0) {
     shared.count = 0;
     shared.above = 0;

@@ -185,9 +185,10 @@ struct Bins {
     factor = reach > 0.0f ? static_cast<float>(kBins) / reach : 0.0f;
     if (!(factor < kInf)) factor = kFltMax;
   }
-  // Never falls as the value falls.
+  // Never falls as the value falls. Of a value above the upper one, which only wrong statistics
+  // have, the first bin.
   __device__ int bin(float value) const {
-    return static_cast<int>(fminf((high - value * 0.5f) * factor, kBins - 1.0f));
+    return static_cast<int>(fmaxf(fminf((high - value * 0.5f) * factor, kBins - 1.0f), 0.0f));
   }
 };
 
@@ -454,12 +455,14 @@ __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kep
     const int64_t mass = group < last ? mass_at(group) : 0;
     const int64_t up_to = drawn.before + sum_up_to_lane(mass, lane);
     const unsigned beyond = __ballot_sync(kAllLanes, position < up_to);
-    if (beyond == 0) {
+    if (beyond == 0 && drawn.group + kWarp < last) {
       drawn.before = of_lane(up_to, kWarp - 1);
       continue;
     }
-    const int in = __ffs(static_cast<int>(beyond)) - 1;
-    drawn = {drawn.group + in, of_lane(up_to - mass, in), of_lane(mass, in)};
+    // Where the given statistics are wrong there may be none: then it is anyone.
+    const int in = beyond != 0 ? __ffs(static_cast<int>(beyond)) - 1 : 0;
+    const int64_t inside = of_lane(mass, in);
+    drawn = {drawn.group + in, of_lane(up_to - mass, in), inside > 0 ? inside : 1};
     break;
   }
   return draw_in_group<Logits>(task, kept, total, drawn, lane);

@@ -72,7 +72,8 @@ struct Shared {
   StepArguments arguments;
   Task task;
   Request request;
-  int above;  // how many tokens the other blocks have come upon
+  int above;    // how many tokens the other blocks have come upon
+  int helpers;  // other blocks that stay until the row is finished
   int is_last;
   // What one thread found for all.
   int found;
