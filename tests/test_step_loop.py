@@ -1244,9 +1244,11 @@ on busy ones. Without its care the process would wait for streams that take minu
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
 def test_a_signal_ends_the_process_soon(number: int, device: str) -> None:
     program = """
-        import asyncio, sys, time
+        import asyncio, signal, sys, time
         from test_step_loop import *
 
+        # A shell that runs the tests in the background has their children ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         device = sys.argv[1]
 
         class Slow(LoopModel):
