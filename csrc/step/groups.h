@@ -45,28 +45,6 @@ struct Owned {
 #pragma unroll 1
     for (int i = 0; i < vectors && first + 4 * i < groups; ++i) use(i, first + 4 * i);
   }
-  // Copies two statistics of up to kListed groups.
-  __device__ void copy(const float* from, const float* other_from, float* to,
-                       float* other_to) const {
-    constexpr int kMost = kListed / (4 * kThreads);
-    float4 values[kMost], other_values[kMost];
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      const int group = first + 4 * i;
-      if (i < vectors && group < groups) {
-        values[i] = load_now(reinterpret_cast<const float4*>(from + group));
-        other_values[i] = load_now(reinterpret_cast<const float4*>(other_from + group));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      const int group = first + 4 * i;
-      if (i < vectors && group < groups) {
-        *reinterpret_cast<float4*>(to + group) = values[i];
-        *reinterpret_cast<float4*>(other_to + group) = other_values[i];
-      }
-    }
-  }
 };
 
 struct Vector {

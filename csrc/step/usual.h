@@ -208,13 +208,6 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   float mine = kNegInf, mine_raw = kNegInf;
   const float* raw_maxima = wishes.split ? task.at.raw_maxima : maxima;
   const float* raw_sums = wishes.split || wishes.both ? task.at.raw_sums : sums;
-  if (wishes.raw && wishes.split && task.groups <= kListed) {
-    // Twice they are gone over. Here they are asked for at once; each thread reads its own later.
-    auto* copies = reinterpret_cast<float*>(shared.keys);
-    owned.copy(raw_maxima, raw_sums, copies, copies + kListed);
-    raw_maxima = copies;
-    raw_sums = copies + kListed;
-  }
   owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
   const bool unfiltered = wishes.total && top_p >= 1.0f;
   if (unfiltered && thread == kThreads - 1) task.word = draw_word();
