@@ -251,6 +251,15 @@ def launches(pair: BackendDevice, *, clusters: bool) -> Iterator[None]:
 by_clusters = pytest.mark.parametrize("clusters", [True, False], ids=["clusters", "tickets"])
 
 
+def counted(pair: BackendDevice, what: str) -> int:
+    """How many of them the emulation has come upon, ever; 0 on a GPU."""
+    if not pair.emulated:
+        return 0
+    count = getattr(ctypes.CDLL(str(EMULATED)), f"graphed_sampling_emulation_count_{what}")
+    count.restype = ctypes.c_int64
+    return int(count())
+
+
 @by_clusters
 def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice, clusters: bool) -> None:
     """How many of a row's blocks are through is 0 again, whichever rows had work."""
@@ -453,8 +462,14 @@ def test_blocks_of_a_cluster_share_flat_rows(pair: BackendDevice) -> None:
             for i, params in enumerate(asked):
                 checked.admit(SamplingParams(seed=i, logprobs=0, **params), [1, 2, 9], [3, 3, 4])
             placed = place(values, pair.device, torch.bfloat16, placement)
+            waits = counted(pair, "first_block_waits")
             with launches(pair, clusters=clusters):
                 host = checked.step(placed.logits, range(rows))
+            if pair.emulated:
+                # Two each are of the first pass. Only a second one that is shared takes more.
+                waits = counted(pair, "first_block_waits") - waits
+                threads = 256
+                assert waits > 2 * rows * threads if clusters else waits == 0
             checked.check_state()
             checked.tally.check(ambiguous=0.2)
             assert not any(cuda.by_row(checked.sampler._step._scratch, checked.table.layout, 7))
@@ -590,11 +605,7 @@ def test_a_relay_of_warps_gives_the_bits_of_a_block(
 
 def gates_made(pair: BackendDevice) -> int:
     """What tells the relay from the block's way, which has none; 0 on a GPU."""
-    if not pair.emulated:
-        return 0
-    count_gates = ctypes.CDLL(str(EMULATED)).graphed_sampling_emulation_count_gates
-    count_gates.restype = ctypes.c_int64
-    return int(count_gates())
+    return counted(pair, "gates")
 
 
 def multiprocessors(pair: BackendDevice) -> int:

@@ -203,7 +203,7 @@ int cluster_arrived = 0, cluster_ended = 0;  // threads
 Invoke kernel_invoke = nullptr;
 const void* kernel_closure = nullptr;
 GuardedMemory* shared_memory = nullptr;
-int64_t gates_made = 0;
+int64_t gates_made = 0, first_block_waits = 0;
 bool has_yielded = false;  // somebody, since the block was entered
 std::string failure;
 bool failed = false;
@@ -692,6 +692,8 @@ void yield() {
 
 int64_t count_gates() { return gates_made; }
 
+int64_t count_first_block_waits() { return first_block_waits; }
+
 // count | missing << 16 | phase << 32
 void gate_init(uint64_t* gate, unsigned count) {
   ++gates_made;
@@ -745,6 +747,7 @@ void cluster_wait(Site site) {
     warp->at_cluster |= lane_bit();
     suspend();
   }
+  if (block_count > 1 && cluster_rank() == 0) ++first_block_waits;
   races::wait_for_cluster();
   warp->arrived &= ~lane_bit();
   warp->passed &= ~lane_bit();

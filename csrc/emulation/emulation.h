@@ -185,6 +185,8 @@ T* of_block(T* mine, unsigned rank, Site site = Site::current()) {
 void gate_init(uint64_t* gate, unsigned count);
 // How many have been made, ever.
 int64_t count_gates();
+// How often threads of clusters' first blocks have waited at the cluster's barrier, ever.
+int64_t count_first_block_waits();
 void gate_end(uint64_t* gate);
 void gate_arrive(uint64_t* gate);
 bool gate_passed(const uint64_t* gate, unsigned parity);

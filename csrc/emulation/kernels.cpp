@@ -74,6 +74,10 @@ EXPORTED void graphed_sampling_emulation_set_order(uint64_t seed) { emulation::s
 
 EXPORTED int64_t graphed_sampling_emulation_count_gates() { return emulation::count_gates(); }
 
+EXPORTED int64_t graphed_sampling_emulation_count_first_block_waits() {
+  return emulation::count_first_block_waits();
+}
+
 // How many clusters the device shall hold at once, of any shape.
 EXPORTED void graphed_sampling_emulation_set_most_clusters(int number) {
   emulation::set_most_clusters(number);
