@@ -13,8 +13,11 @@ RACES := $(addprefix tests/test_,$(addsuffix .py,emulation cuda_backend ways_thr
 .PHONY: setup test races demo lint format bench wheel clean
 
 setup: .venv/ready .venv/lint $(EMULATED)
-# Two processes: nearly all of a test is one thread's work.
-test: .venv/ready $(EMULATED) ; $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Two processes: nearly all of a test is one thread's work. A test that hangs ends its process, which
+# says where it was; another takes its place.
+test: .venv/ready $(EMULATED)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal \
+	  -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 races: .venv/ready tests/_emulated_races.so
 	PYTHONPATH=tests GRAPHED_SAMPLING_EMULATION=_emulated_races.so \
 	  $(BIN)/python -m pytest -q -p races -k "cuda-cpu or selftest" $(RACES)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-RUN_TIMEOUT = 300.0
+RUN_TIMEOUT = 200.0
 """Seconds for a run: a first one may compile for more than a minute."""
 
 

@@ -471,12 +471,19 @@ def test_the_server_on_the_real_model(
     monkeypatch.setattr(demo_model, "load_network", lambda path, config, device: network)
     server = load_server(ServerOptions(port=0, slots=2, max_length=64, device="cpu"))
     assert "Listening" not in capsys.readouterr().out
+    # What it prints is read when all of it is there: capsys loses what is printed while it reads.
+    announce, announced = server._on_listening, threading.Event()
+    assert announce is not None
+
+    def listening(port: int) -> None:
+        announce(port)
+        announced.set()
+
+    server._on_listening = listening
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    said = ""
-    while "Listening" not in said:
-        assert thread.is_alive()
-        said += capsys.readouterr().out
+    assert announced.wait(60)
+    said = capsys.readouterr().out
     port = re.search(r"Listening at http://127\.0\.0\.1:(\d+)/v1\n", said)
     assert port is not None and port[1] != "0"
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port[1]}/v1", api_key="none", timeout=60)

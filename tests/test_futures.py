@@ -27,6 +27,9 @@ WAITS = [pytest.param("eventfd", marks=needs_eventfd), "poll", "thread"]
 WAITED_FOR = 20.0  # seconds: where something is wrong a test fails, and does not hang
 
 
+_this_run = threading.local()
+
+
 class StreamEvent:
     """An event that the test lets pass, as a stream would; and the signal that goes with it."""
 
@@ -34,6 +37,7 @@ class StreamEvent:
         self.passed = threading.Event()
         self.error: Exception | None = None
         self.fd: int | None = None
+        getattr(_this_run, "events", []).append(self.passed)
 
     def query(self) -> bool:
         if self.error is not None:
@@ -54,7 +58,12 @@ class StreamEvent:
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(main(), WAITED_FOR)
+        _this_run.events = []
+        try:
+            await asyncio.wait_for(main(), WAITED_FOR)
+        finally:  # else threads that wait for them would keep a test that fails from ending
+            for event in _this_run.__dict__.pop("events"):
+                event.set()
 
     asyncio.run(limited())
 
