@@ -234,8 +234,11 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const Statistics at = statistics_from(statistics, scratch_statistics, scratch);
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
-  // Greedy rows, and those with top_k, take no second pass.
-  const bool helped = clustered && (flags & kGreedy) == 0 && parameter(kParamTopK) <= 0;
+  // Greedy rows, and those with a top_k that a list holds, take no second pass.
+  const int top_k = parameter(kParamTopK);
+  const bool lists_suffice =
+      top_k > 0 && top_k <= kMaxListedTopK && !(__int_as_float(parameter(kParamTopNSigma)) > 0.0f);
+  const bool helped = clustered && (flags & kGreedy) == 0 && !lists_suffice;
   const Wishes wishes =
       first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
   begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,

@@ -116,10 +116,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int warp = thread / kWarp, lane = thread % kWarp;
   int32_t* own = s.exchange[s.rank];
   const bool streams = (s.phases & kStreamPhase) != 0, finishes = (s.phases & kFinishPhase) != 0;
-  const auto step = static_cast<uint32_t>(load_now(own + ExchangeLayout::kClosed)) + 1;
-  const uint64_t signal = signal_of(step, a.rows);
+  const auto this_signal = [&] {
+    const auto step = static_cast<uint32_t>(load_now(own + ExchangeLayout::kClosed)) + 1;
+    return signal_of(step, a.rows);
+  };
   if (!streams && !finishes) {
-    close_step(s, signal);
+    close_step(s, this_signal());
     return;
   }
   const auto blocks = static_cast<unsigned>(a.blocks_of_row);
@@ -166,6 +168,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int flags = parameter(kParamFlags);
   const bool admitted = (flags & kAdmitted) != 0;
   const bool live = admitted && __shfl_sync(kAllLanes, state_word, kStateFinishReason) == 0;
+  // Nobody waits for an idle row's other blocks: the step may be closed before they begin.
+  const uint64_t signal = live || part == 0 ? this_signal() : 0;
   if (live) {
     const ScratchLayout scratch(a.layout);
     const ExchangeLayout exchange(a.layout);

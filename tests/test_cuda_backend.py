@@ -49,6 +49,7 @@ from graphed_sampling.layout import (
     TableLayout,
 )
 from graphed_sampling.positions import position_layout
+from graphed_sampling.testing import lm_like_logits
 
 CSRC = Path(__file__).parents[1] / "csrc"
 needs_sources = pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here")
@@ -260,6 +261,11 @@ def counted(pair: BackendDevice, what: str) -> int:
     return int(count())
 
 
+def ways(checked: CheckedTable, rows: int) -> list[cuda.Way]:
+    """By which way each row of the last step went."""
+    return cuda.ways(checked.sampler._step._scratch, checked.table.layout, rows)
+
+
 @by_clusters
 def test_a_step_leaves_scratch_for_the_next(pair: BackendDevice, clusters: bool) -> None:
     """How many of a row's blocks are through is 0 again, whichever rows had work."""
@@ -340,8 +346,102 @@ def test_flat_rows_of_any_scale_go_by_a_bracket(pair: BackendDevice) -> None:
         checked.step(logits.to(pair.device), range(len(asked)))
         # Of 262144 tokens the tolerated errors of their masses add up to most words' neighbourhood.
         checked.tally.check(ambiguous=1.0 if vocab > 100_000 else 0.1)
-        scratch = checked.sampler._step._scratch
-        assert not any(cuda.by_row(scratch, checked.table.layout, len(asked))), vocab
+        assert set(ways(checked, len(asked))) == {cuda.Way.LISTS}, vocab
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_brackets_hold_cuts_far_down(pair: BackendDevice, dtype: torch.dtype) -> None:
+    """Where tokens weigh a millionth of the largest, and little of the whole is left out."""
+    vocab = 128_256
+    asked = [(scale, p) for scale in (0.05, 1.0, 2.0, 3.0) for p in (0.999, 0.9999, 0.99999)]
+    checked = CheckedTable(pair, vocab, len(asked))
+    rng = np.random.default_rng(5)
+    rows = []
+    for seed, (scale, p) in enumerate(asked):
+        checked.admit(SamplingParams(seed=seed, top_p=p, logprobs=0), [], slot=seed)
+        rows.append(rng.normal(0, scale, vocab).astype(np.float32))
+    logits = torch.from_numpy(np.stack(rows)).to(dtype)
+    checked.step(logits.to(pair.device), range(len(asked)))
+    # At such cuts the tolerated errors are many tokens.
+    checked.tally.check(ambiguous=1.0, differences=0.3)
+    assert set(ways(checked, len(asked))) == {cuda.Way.LISTS}
+
+
+# Filters whose survivors no list holds, and whose cuts a bracket holds.
+SURVEYED: list[dict[str, Any]] = [
+    {"top_k": 1500},
+    {"top_k": 6000, "top_p": 0.9},
+    {"top_k": 8000, "temperature": 0.2},
+    {"top_k": 9000, "top_p": 0.999, "min_p": 1e-4},
+    {"top_n_sigma": 2.5, "top_k": 3000},
+    {"typical_p": 0.5, "top_n_sigma": 3.0},
+    {"typical_p": 0.1},
+    {"typical_p": 0.95},
+    {"typical_p": 0.9, "top_p": 0.99},
+    {"typical_p": 0.8, "top_k": 5000},
+    {"epsilon_cutoff": 1e-6, "top_p": 0.9},
+    {"eta_cutoff": 1e-6, "typical_p": 0.99},
+    {"epsilon_cutoff": 2e-5, "eta_cutoff": 1e-5, "top_p": 0.99, "typical_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("kind", ["lm-like", "normal", "narrow", "wide", "outliers", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_few_surveys_of_a_row_are_enough(
+    pair: BackendDevice, dtype: torch.dtype, kind: str
+) -> None:
+    """For each filter, wherever its cut lies; and blocks that share them change no bit."""
+    vocab, rows = 20_000, len(SURVEYED)
+    rng = np.random.default_rng(9)
+    values = {
+        "lm-like": lambda: (
+            lm_like_logits(rows, vocab, torch.Generator().manual_seed(3)).numpy().astype(np.float64)
+        ),
+        "normal": lambda: rng.normal(0, 1, (rows, vocab)),
+        "narrow": lambda: rng.normal(0, 0.02, (rows, vocab)),
+        "wide": lambda: rng.normal(0, 4, (rows, vocab)),
+        # A caller's mask, and far above it, and above the rest, one token.
+        "outliers": lambda: (
+            np.where(np.arange(vocab) % 3 == 1, -1e9, rng.normal(0, 1, (rows, vocab)))
+            + 5.0 * (np.arange(vocab) == 6)
+        ),
+        "sparse": lambda: np.where(
+            rng.random((rows, vocab)) < 0.4, -np.inf, rng.normal(0, 1.5, (rows, vocab))
+        ),
+    }[kind]()
+    records = []
+    for clusters in (True, False):
+        checked = CheckedTable(pair, vocab, rows)
+        for seed, asked in enumerate(SURVEYED):
+            params = SamplingParams(
+                **{"seed": seed, "temperature": 1.3, "logprobs": 0} | asked,
+                logprobs_mode="processed",
+            )
+            checked.admit(params, [1, 2], [3])
+        placed = place(values, pair.device, dtype, "padded")
+        waits = counted(pair, "first_block_waits")
+        with launches(pair, clusters=clusters):
+            records.append(checked.step(placed.logits, range(rows)).record)
+        if pair.emulated and clusters:  # two each are of the first pass
+            assert counted(pair, "first_block_waits") - waits > 2 * 2 * rows * 256
+        checked.tally.check(ambiguous=0.3)
+        assert cuda.Way.BIT_BY_BIT not in ways(checked, rows)
+        assert kind == "wide" or ways(checked, rows).count(cuda.Way.SURVEYS) >= rows - 4
+    assert torch.equal(*records)
+
+
+def test_equals_by_the_thousand_are_told_apart_bit_by_bit(pair: BackendDevice) -> None:
+    vocab = 40_000
+    asked = [{"top_k": 30_000}, {"top_k": 5000, "top_p": 0.6}, {"top_p": 0.5}, {"typical_p": 0.4}]
+    checked = CheckedTable(pair, vocab, len(asked))
+    for seed, values in enumerate(asked):
+        checked.admit(SamplingParams(seed=seed, logprobs=0, **values))
+    logits = torch.full((len(asked), vocab), 0.5)
+    logits[:, 17::4000] = 0.75
+    host = checked.step(logits.to(pair.device), range(len(asked)))
+    checked.tally.check(ambiguous=1.0)
+    assert host.num_kept.tolist()[:2] == [30_000, 2999]
+    assert set(ways(checked, len(asked))) == {cuda.Way.BIT_BY_BIT}
 
 
 def test_more_rows_than_a_grid_has_in_its_second_dimension(pair: BackendDevice) -> None:
@@ -377,8 +477,7 @@ def test_more_groups_than_are_kept_close_by(pair: BackendDevice) -> None:
     logits[:, -20:] += 12
     checked.step(logits.to(pair.device), range(len(asked)))
     checked.tally.check(ambiguous=1.0)
-    scratch = checked.sampler._step._scratch
-    assert not any(cuda.by_row(scratch, checked.table.layout, len(asked)))
+    assert set(ways(checked, len(asked))) == {cuda.Way.LISTS}
 
 
 # Where it can be used.
@@ -472,7 +571,7 @@ def test_blocks_of_a_cluster_share_flat_rows(pair: BackendDevice) -> None:
                 assert waits > 2 * rows * threads if clusters else waits == 0
             checked.check_state()
             checked.tally.check(ambiguous=0.2)
-            assert not any(cuda.by_row(checked.sampler._step._scratch, checked.table.layout, 7))
+            assert set(ways(checked, 7)) == {cuda.Way.LISTS}
             records.append(host.record)
         assert torch.equal(*records), placement
 

@@ -145,10 +145,9 @@ def check_ways(
     if checked.pair.backend == "triton":
         assert dict(zip(cases, routes(checked, len(cases)), strict=True)) == expected
         return
-    scratch = checked.sampler._step._scratch
-    by_row = cuda.by_row(scratch, checked.table.layout, len(cases))
+    ways = cuda.ways(checked.sampler._step._scratch, checked.table.layout, len(cases))
     slow = {name for name, way in expected.items() if way == "row"} - BRACKETED_BY_CUDA
-    assert {name for name, slowly in zip(cases, by_row, strict=True) if slowly} == slow
+    assert {n for n, way in zip(cases, ways, strict=True) if way != cuda.Way.LISTS} == slow
 
 
 def run_alone(
@@ -280,8 +279,8 @@ def test_many_flat_rows(pair: BackendDevice) -> None:
     if pair.backend == "triton":
         assert routes(checked, rows) == ["bracket"] * rows
     else:
-        scratch = checked.sampler._step._scratch
-        assert not any(cuda.by_row(scratch, checked.table.layout, rows))
+        ways = cuda.ways(checked.sampler._step._scratch, checked.table.layout, rows)
+        assert set(ways) == {cuda.Way.LISTS}
 
 
 def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:

@@ -5,88 +5,6 @@
 
 namespace graphed_sampling {
 
-// Between which y the cut of top_p very probably is, among the tokens that reach `least` and weigh
-// `total`. The mass below a bound is about `ratio` times what evenly spaced groups hold of it. Its
-// standard deviation is at most the root of ratio * mass * (weight at the bound), since no token
-// below the bound weighs more.
-template <class Logits>
-__device__ __noinline__ Range bracket_cut(Shared& shared, Block& block, float top_p, int64_t total,
-                                          float least) {
-  const Task& task = shared.task;
-  const float scale = task.row.scale;
-  const float budget = static_cast<float>(static_cast<double>(total) / kOne) * (1.0f - top_p);
-  // Below it not even all tokens weigh the budget.
-  float low_z = fminf(lg2_approx(budget / static_cast<float>(task.row.vocab)), -1.0f),
-        high_z = 0.0f;
-  // Twice, the second time between the bounds of the first, which may be rough.
-#pragma unroll 1
-  for (int round = 0; round < 2; ++round) {
-    const int least_sample = round == 0 ? 32 : 128;
-    const int sampled = min(max(least_sample, task.groups / 2048 * least_sample), task.groups);
-    const float ratio = static_cast<float>(task.groups) / static_cast<float>(sampled);
-    const Bins bins(low_z, high_z);
-    // All weights that there can be fit into a bin.
-    const float unit = 4294967040.0f / static_cast<float>(sampled * kGroup);
-    __syncthreads();
-    shared.bins[block.thread()] = 0;
-    __syncthreads();
-    int64_t below_all = 0;
-    const int pieces = sampled * kPieces;
-#pragma unroll 1
-    for (int begin = block.thread(); begin < pieces; begin += kAtOnce * kThreads) {
-      const auto first_of = [&](int i) {
-        const auto place = static_cast<unsigned>(min(begin + i * kThreads, pieces - 1));
-        const unsigned group =
-            place / kPieces * static_cast<unsigned>(task.groups) / static_cast<unsigned>(sampled);
-        return static_cast<int>(group * kGroup + place % kPieces * kPiece);
-      };
-      Pack<Logits> packs[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) packs[i] = load_pack<Logits>(task.row, first_of(i));
-      // A loop, whose instructions come once, through which the packs move on.
-#pragma unroll 1
-      for (int i = 0; i < kAtOnce && begin + i * kThreads < pieces; ++i) {
-        float y[kPiece];
-        y_of_pack<Logits>(task.row, packs[0], first_of(i), y);
-#pragma unroll
-        for (int j = 0; j < kAtOnce - 1; ++j) packs[j] = packs[j + 1];
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) {
-          const float z = z_of(y[j], task.largest, scale);
-          if (!(y[j] >= least) || z > high_z) continue;
-          // Integers, so that the order of their sums decides nothing.
-          const auto weight = static_cast<uint32_t>(ex2_approx(z - high_z) * unit + 0.5f);
-          if (z >= low_z) {
-            atomicAdd(&shared.bins[bins.bin(z)], weight);
-          } else {
-            below_all += weight;
-          }
-        }
-      }
-    }
-    below_all = block.sum(below_all);
-    // Thread i: the lower end of bin i, counted from the top.
-    int64_t all;
-    const auto mine = static_cast<int64_t>(shared.bins[block.thread()]);
-    const int64_t before = block.sum_before(mine, &all);
-    const auto below =
-        static_cast<float>(below_all + all - before - mine) * (ex2_approx(high_z) / unit) * ratio;
-    const float width = (high_z - low_z) / static_cast<float>(kBins);
-    const float weight =
-        ex2_approx(high_z - width * static_cast<float>(block.thread() + 1)) * ratio;
-    const float error = 4.0f * sqrtf(weight * (below + weight));
-    // The highest end with surely less below it than the budget, the lowest with surely more.
-    const uint64_t low_bin =
-        block.min_bits(below + error <= budget ? static_cast<uint64_t>(block.thread()) : kBins);
-    const uint64_t high_bin = block.max_bits(
-        below - error >= budget ? static_cast<uint64_t>(block.thread()) + 1 : uint64_t{0});
-    if (low_bin < kBins) low_z = high_z - width * static_cast<float>(low_bin + 1);
-    if (high_bin > 0) high_z -= width * static_cast<float>(high_bin);
-  }
-  return {fmaxf(task.largest + low_z / scale, least),
-          high_z >= 0.0f ? kInf : task.largest + high_z / scale};
-}
-
 // A block's part of `collect`: every `step`th set of 1024 tokens from the warp's own one on.
 // Returns a thread's part of how many there are from `high` on. count: of the list.
 template <class Logits>
@@ -95,7 +13,7 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
   const Task& task = shared.task;
   const Row& row = shared.request.row;
   const float low = shared.request.low, high = shared.request.high;
-  const float largest = shared.request.largest, scale = row.scale;
+  const float largest = shared.request.kept.highest, scale = row.scale;
   const float* maxima = task.at.maxima;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int sets = task.groups / kGroupsOfTile * kSets;
@@ -136,7 +54,8 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
       }
       sums[i] = parts[0] + parts[1];
     }
-    const float sum = sum_of_groups(sums, lane);
+    // Only where given statistics are wrong it would be more.
+    const float sum = fminf(sum_of_groups(sums, lane), static_cast<float>(kGroup));
     const int group = group_of_lane(tile, first_piece, lane);
     if (lane_writes(lane)) {
       task.masses[group] = group_mass(load_now(maxima + group), sum, largest, scale);
@@ -185,29 +104,14 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
 template <class Logits>
 __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
   const Task& task = shared.task;
-  // Where rows share a slot, which nobody may do, one of them may be gone.
-  const int blocks = shared.helpers == task.blocks - 1 ? task.blocks : 1;
-  if (block.thread() == 0) {
-    shared.count = 0;
-    shared.above = 0;
-    shared.request = {true, low, high, task.largest, task.row};
-  }
-  __syncthreads();
-  if (blocks > 1) {
-    constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(int32_t));
-    auto* words = reinterpret_cast<int32_t*>(&shared.request);
-    for (int i = block.thread(); i < (blocks - 1) * kWords; i += kThreads) {
-      of_block(words, static_cast<unsigned>(1 + i / kWords))[i % kWords] = words[i % kWords];
-    }
-    cluster_arrive();
-  }
+  const Kept from_low = {task.largest, low, task.row.vocab};
+  const int blocks = ask_others(shared, block, Part::kCollect, from_low, [&](Request& request) {
+    request.low = low;
+    request.high = high;
+  });
   const int above = collect_sets<Logits>(block.warp(), blocks * kWarps, &shared.count);
-  if (blocks > 1) {
-    cluster_wait();
-    cluster_arrive();
-    cluster_wait();
-  }
-  return block.sum(above) + shared.above;
+  join(blocks);
+  return sum_of_all(shared, block, 0, above);
 }
 
 // What the other blocks of a row's cluster do until its first one has finished the row: what that
@@ -219,45 +123,22 @@ __device__ __noinline__ void help_finishing() {
   for (;;) {
     cluster_arrive();
     cluster_wait();
-    if (!shared.request.wanted) return;
-    const int own = static_cast<int>(cluster_rank()) * kWarps + block.warp();
-    const int above = collect_sets<Logits>(own, static_cast<int>(cluster_size()) * kWarps,
-                                           of_block(&shared.count, 0u));
-    const int64_t all = block.sum(above);
-    if (block.thread() == 0) {
-      atomicAdd(of_block(&shared.above, 0u), static_cast<int>(all));
-      shared.request.wanted = false;
+    const Part part = shared.request.part;
+    if (part == Part::kNone) return;
+    const int rank = static_cast<int>(cluster_rank()), size = static_cast<int>(cluster_size());
+    if (part == Part::kWeigh) {
+      help_weighing<Logits>(shared, block, rank, size);
+    } else if (part == Part::kSurvey) {
+      help_surveying<Logits>(shared, block, rank, size);
+    } else {
+      add_to_asker(shared, block, 0,
+                   collect_sets<Logits>(rank * kWarps + block.warp(), size * kWarps,
+                                        of_block(&shared.count, 0u)));
     }
+    // Every thread has looked at the request: the sums have a barrier.
+    if (block.thread() == 0) shared.request.part = Part::kNone;
     cluster_arrive();
     cluster_wait();
-  }
-}
-
-// Calls use(y, token) for each token of the list around the cut, of which some are on their way at
-// a time.
-template <class Use>
-__device__ inline void for_each_bracketed(const Task& task, int count, Use use) {
-  constexpr int kAhead = 4;
-#pragma unroll 1
-  for (int begin = static_cast<int>(threadIdx.x); begin < count; begin += kAhead * kThreads) {
-    int ids[kAhead];
-    float y[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = min(begin + i * kThreads, count - 1);
-      y[i] = __ldcg(task.bracket_y + at);
-      ids[i] = __ldcg(task.bracket_ids + at);
-    }
-    // A loop, whose instructions come once, through which they move on.
-#pragma unroll 1
-    for (int i = 0; i < kAhead && begin + i * kThreads < count; ++i) {
-      use(y[0], ids[0]);
-#pragma unroll
-      for (int j = 0; j < kAhead - 1; ++j) {
-        y[j] = y[j + 1];
-        ids[j] = ids[j + 1];
-      }
-    }
   }
 }
 
@@ -274,11 +155,13 @@ __device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
 template <class Logits>
 __device__ inline void draw_from_masses(Shared& shared, Block& block, Selection* selection) {
   selection->total = sum_of_masses(shared, block);
-  selection->drawn =
-      draw_from_groups<Logits>(shared, block, selection->kept, selection->total, [&](int group) {
+  selection->drawn = draw_from_groups<Logits>(
+      shared, block, selection->kept, selection->total,
+      [&](int group) {
         return static_cast<int64_t>(
             __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
-      });
+      },
+      [&](int group) { return load_now(shared.task.at.maxima + group); });
   selection->complete = true;
 }
 
@@ -288,81 +171,37 @@ template <class Logits>
 __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& block, float top_p,
                                                       int64_t total, float least) {
   Task& task = shared.task;
-  const int thread = block.thread();
   const double largest = static_cast<double>(task.largest);
   const double scale = load_f64(task.row.params + kParamWideScale);
   const auto mass_at = [&](float y) {
-    return mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
+    return bounded_mass((static_cast<double>(y) - largest) * scale);
   };
   Selection selection = {};
-  const Range bracket = bracket_cut<Logits>(shared, block, top_p, total, least);
-  const float low = bracket.low, high = bracket.high;
+  const auto budget = static_cast<float>(static_cast<double>(total) / kOne) * (1.0f - top_p);
+  const Kept reaching = {task.largest, least, task.row.vocab};
+  const Range keys =
+      bracket_of<Logits>(shared, block, reaching, budget,
+                         {groups_of_sample(task.groups), least_z(budget, task.row.vocab)});
+  const Range y = y_of_keys(keys, task.largest, task.row.scale);
+  const float low = fmaxf(y.low, least), high = y.high;
   const int64_t above = collect<Logits>(shared, block, low, high);
   const int count = shared.count;
   if (count == 0 || count > kBracketed) return selection;
   const int64_t target = target_of(top_p, total);
   const int64_t left = target - sum_of_masses(shared, block);
   if (left <= 0) return selection;
-
-  // In which of the bracket's bins the cut is.
-  const Bins bins(low, fminf(high, task.largest));
-  // In limbs, whose sums over a bracket fit: additions of 32 bits take one instruction.
-  constexpr int kLimb = 14, kLimbs = 3;
-  static_assert(kLimb * kLimbs > kMassBits && (int64_t{kBracketed} << kLimb) < int64_t{1} << 32);
-  for (int i = 0; i < kLimbs; ++i) shared.mass_limbs[i][thread] = 0;
-  __syncthreads();
-  for_each_bracketed(task, count, [&](float y, int) {
-    const int bin = bins.bin(y);
-    int64_t mass = mass_at(y);
-#pragma unroll
-    for (int limb = 0; limb < kLimbs; ++limb, mass >>= kLimb) {
-      const auto part = static_cast<uint32_t>(mass & ((1 << kLimb) - 1));
-      if (part > 0) atomicAdd(&shared.mass_limbs[limb][bin], part);
-    }
-  });
-  __syncthreads();
-  int64_t inside, mine = 0;
-  for (int i = kLimbs - 1; i >= 0; --i) mine = (mine << kLimb) + shared.mass_limbs[i][thread];
-  const int64_t before = block.sum_before(mine, &inside);
-  if (inside < left) return selection;
-  if (before < left && before + mine >= left) {
-    shared.found = thread;
-    shared.found_before = before;
-  }
-  if (thread == 0) shared.count = 0;
-  __syncthreads();
-  const int cut_bin = shared.found;
-  const int64_t higher = shared.found_before;
-
-  // Its tokens, sorted, have the cut among them.
-  int64_t kept = 0;
+  const ListCut cut = cut_of_list(shared, block, count, low, high, left, false, task.largest);
+  if (!cut.found) return selection;
+  selection.kept = {task.largest, y_of_order(cut.order), id_of_order(cut.order)};
   for_each_bracketed(task, count, [&](float y, int token) {
-    const int bin = bins.bin(y);
-    if (bin < cut_bin) ++kept;
-    if (bin == cut_bin) {
-      const int place = atomicAdd(&shared.count, 1);
-      if (place < kListed) {
-        shared.list_y[place] = y;
-        shared.list_ids[place] = token;
-      }
-    }
-  });
-  __syncthreads();
-  const int in_cut = shared.count;
-  if (in_cut > kListed) return selection;
-  const uint64_t* sorted = sort_list(shared, block, in_cut);
-  int64_t passed = higher;
-  const int within = number_within(block, sorted, in_cut, left, &passed, mass_at);
-  const uint64_t cut = sorted[within - 1];
-  selection.kept = {task.largest, y_of_order(cut), id_of_order(cut)};
-  for_each_bracketed(task, count, [&](float y, int token) {
-    if (order_of(y, token) >= cut) {
+    if (order_of(y, token) >= cut.order) {
       // Integers: the order of the additions decides nothing.
       atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + token / kGroup,
                 static_cast<unsigned long long>(mass_at(y)));
     }
   });
-  selection.num_kept = static_cast<int>(above + block.sum(kept) + within);
+  __syncthreads();
+  selection.num_kept = static_cast<int>(above) + cut.number;
   draw_from_masses<Logits>(shared, block, &selection);
   return selection;
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "dense.h"
 #include "usual.h"
 
 namespace graphed_sampling {
@@ -28,11 +27,11 @@ inline int blocks_of_cluster(int rows, int most_blocks) {
 
 GS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Of a row, in words of scratch: how many of its blocks are through, 0 between steps, and whether
-// its last step took passes over all of it; the statistics; for flat rows masses of groups, and
+// Of a row, in words of scratch: how many of its blocks are through, 0 between steps, and by which
+// way it went in its last one; the statistics; for flat rows masses of groups, and
 // tokens around the cut, which smaller vocabularies do not need; and the ids that are banned now.
 struct ScratchLayout {
-  static constexpr int kTicket = 0, kByRow = 1, kHeader = 32;
+  static constexpr int kTicket = 0, kWay = 1, kHeader = 32;
   int groups, masses, bracket, bans, words;
 
   GS_HOST_DEVICE explicit ScratchLayout(const TableLayout& layout)
@@ -88,15 +87,20 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   if (task.wishes.total) {
     if (top_p >= 1.0f && !later) {
       const Kept all = {task.largest, kNegInf, row.vocab};
-      const Drawn drawn = draw_from_groups<Logits>(shared, block, all, task.total, [&](int group) {
-        return group_mass(load_now(task.at.maxima + group), load_now(task.at.sums + group),
-                          task.largest, row.scale);
-      });
+      const auto maximum_at = [&](int group) { return load_now(task.at.maxima + group); };
+      const auto mass_at = [&](int group) {
+        return group_mass(maximum_at(group), load_now(task.at.sums + group), task.largest,
+                          row.scale);
+      };
+      const Drawn drawn =
+          draw_from_groups<Logits>(shared, block, all, task.total, mass_at, maximum_at);
       return {true, drawn, all, task.total, 0};
     }
     if (task.wishes.mean) mean = mean_of_groups(shared, block);
     if (top_p < 1.0f) {
-      if (task.flat || !nucleus_bound(shared, block, maxima, top_p, &bound)) {
+      // A flat row's bracket has been tried.
+      if (task.flat) return selection;
+      if (!nucleus_bound(shared, block, maxima, top_p, &bound)) {
         if (later || !bracketed) return selection;
         return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
       }
@@ -148,26 +152,46 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   return selection;
 }
 
-// From a row's statistics to its token and its next state.
+// Finishes a row that `finish_usual` has found to be flat. False, with nothing changed that counts,
+// where its bracket does not hold the cut.
 template <class Logits>
-__device__ __noinline__ void finish_row() {
+__device__ __noinline__ bool finish_flat() {
   Shared& shared = the_shared();
-  const StepArguments& a = shared.arguments;
   Task& task = shared.task;
-  const int slot = task.slot;
-  int32_t* out = a.output + int64_t{task.index} * a.layout.output_words();
+  const Wishes wishes = task.wishes;
   Block block = {0};
-  const int num_stop = task.header[kParamNumStop];
-  const int stop =
-      block.thread() < num_stop ? task.row.params[a.layout.stop_ids() + block.thread()] : -1;
-  SeenTables tables = {};
-  if (a.layout.penalties) {
-    tables.bits = a.tables + a.layout.output_bits() + int64_t{slot} * a.layout.bitmap_words();
-    tables.counts = a.tables + a.layout.counts() + int64_t{slot} * a.layout.vocab_size;
+  const Ending ending(shared);
+  __syncthreads();
+  const Owned owned(task.groups, block.thread());
+  const float* maxima = the_statistics();
+  const float* sums = maxima + task.groups;
+  if (wishes.raw) {
+    leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
+                wishes.split || wishes.both ? task.at.raw_sums : sums, task.raw_largest);
   }
+  const int64_t total = block.sum(mass_of_owned(owned, maxima, sums, task.largest, task.row.scale));
+  if (block.thread() == 0) {
+    task.flat = true;
+    task.word = draw_word();
+    task.total = total;
+    if (wishes.raw) shared.raw_log = log_of_parts(shared);
+  }
+  Selection selection = select_from_bracket<Logits>(
+      shared, block, load_f32(task.header + kParamTopP), total, -kFltMax);
+  if (!selection.complete) return false;
+  keep_in_row<Logits>(task.row, &selection);
+  ending.report<Logits>(shared, block, selection, 0);
+  return true;
+}
+
+// Finishes any row.
+template <class Logits>
+__device__ __noinline__ void finish_other() {
+  Shared& shared = the_shared();
+  Task& task = shared.task;
+  Block block = {0};
+  const Ending ending(shared);
   const bool lists = task.row.has(kLists);
-  if (block.thread() == 0) task.flat = false;
-  if (finish_usual<Logits>(shared, block, out, tables, stop)) return;
   __syncthreads();
   if (block.thread() == 0) {
     task.word = draw_word();
@@ -209,11 +233,21 @@ __device__ __noinline__ void finish_row() {
   __syncthreads();
   Selection selection = {};
   if (!special) selection = select_from_groups<Logits>(shared, block, task.at.maxima);
-  // For who wants to know by which way a row went.
-  if (block.thread() == 0) *task.by_row = selection.complete ? 0 : 1;
+  if (block.thread() == 0) *task.way = selection.complete ? kByLists : kBySurveys;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
   keep_in_row<Logits>(task.row, &selection);
-  report<Logits>(shared, block, a.layout, out, tables, selection, row_flags, stop);
+  ending.report<Logits>(shared, block, selection, row_flags);
+}
+
+// From a row's statistics to its token and its next state. Functions of their own: what the rarer
+// ones keep in registers costs the others none.
+template <class Logits>
+__device__ inline void finish_row() {
+  if (threadIdx.x == 0) the_shared().task.flat = false;
+  const Outcome outcome = finish_usual<Logits>();
+  if (outcome == Outcome::kFinished) return;
+  if (outcome == Outcome::kFlat && finish_flat<Logits>()) return;
+  finish_other<Logits>();
 }
 
 // Whether the step has a grammar bitmask: asked for early, and used by `has_grammar` when it is
@@ -309,12 +343,12 @@ __device__ inline void begin_task(const StepArguments& a, const Source& source,
     task.at = at;
     task.masses = reinterpret_cast<int64_t*>(row_scratch + scratch.masses);
     task.bracket_y = reinterpret_cast<float*>(row_scratch + scratch.bracket);
-    task.by_row = row_scratch + ScratchLayout::kByRow;
+    task.way = row_scratch + ScratchLayout::kWay;
     task.bracket_ids = row_scratch + scratch.bracket + kBracketed;
     task.groups = scratch.groups;
     task.in_shared = in_shared;
     task.blocks = blocks;
-    shared.request.wanted = false;
+    shared.request.part = Part::kNone;
     task.index = index;
     task.slot = slot;
   }

@@ -91,6 +91,18 @@ __device__ inline float weight_of_owned(const Owned& owned, const float* maxima,
   return weight;
 }
 
+// A thread's part of the mass of all groups, whose statistics are in shared memory.
+__device__ inline int64_t mass_of_owned(const Owned& owned, const float* maxima, const float* sums,
+                                        float largest, float scale) {
+  int64_t mass = 0;
+  owned.each([&](int, int group) {
+    const Vector maximum(maxima + group), sum(sums + group);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mass += group_mass(maximum[j], sum[j], largest, scale);
+  });
+  return mass;
+}
+
 // Leaves each warp's part of the sum of the raw weights for `log_of_parts`, behind a barrier. A
 // row's raw logprobs come from this sum wherever its largest is finite, so that they have the same
 // bits whatever its request asks.
@@ -366,14 +378,13 @@ __device__ inline int first_maximum(Shared& shared, Block& block, const float* m
 }
 
 // The token of a group in which the draw from `total` ends: by a warp, whose lanes have two
-// neighbours in canonical order each.
+// neighbours in canonical order each. Masses start from `base`.
 template <class Logits>
 __device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_t total,
-                                      const DrawnGroup& drawn, int lane) {
+                                      const DrawnGroup& drawn, float base, int lane) {
   const Row& row = task.row;
   const int64_t position = position_of(task.word, total);
-  // Masses start from the group's own maximum.
-  const double maximum = static_cast<double>(load_now(task.at.maxima + drawn.group));
+  const double highest = static_cast<double>(base);
   const double scale = load_f64(row.params + kParamWideScale);
   int64_t masses[2];
   float y[2];
@@ -384,9 +395,9 @@ __device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_
     y[i] = kNegInf;
     if (token < row.vocab) {
       y[i] = load_logit<Logits>(row, token);
-      if (!row.plain()) y[i] = processed(row, y[i], token);
+      if (!row.plain()) y[i] = special_or(row, processed(row, y[i], token), token);
       if (kept.holds(y[i], token)) {
-        masses[i] = mass_of(exp2_wide((static_cast<double>(y[i]) - maximum) * scale));
+        masses[i] = mass_of(exp2_wide((static_cast<double>(y[i]) - highest) * scale));
       }
     }
   }
@@ -408,10 +419,10 @@ __device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_
 }
 
 // A token drawn from what is kept: its group by mass, then inside the group. mass_at(group): of
-// those of its tokens, `total` in all.
-template <class Logits, class MassAt>
+// those of its tokens, `total` in all. base_at(group): where its tokens' masses start.
+template <class Logits, class MassAt, class BaseAt>
 __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kept kept,
-                                         int64_t total, MassAt mass_at) {
+                                         int64_t total, MassAt mass_at, BaseAt base_at) {
   Task& task = shared.task;
   const int64_t position = position_of(task.word, total);
   // A thread's groups are neighbours.
@@ -443,7 +454,7 @@ __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kep
     drawn = {drawn.group + in, of_lane(up_to - mass, in), inside > 0 ? inside : 1};
     break;
   }
-  return draw_in_group<Logits>(task, kept, total, drawn, lane);
+  return draw_in_group<Logits>(task, kept, total, drawn, base_at(drawn.group), lane);
 }
 
 }  // namespace graphed_sampling

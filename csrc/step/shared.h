@@ -13,6 +13,11 @@ constexpr int kSharedGroups = 4096;  // whose statistics fit into shared memory:
 constexpr int kBins = kThreads;      // one a thread
 constexpr int kMaxListedTopK = 1024;
 constexpr int kBracketed = 16384;  // tokens around the cut of a flat row that its list holds
+constexpr int kFineBins = 4 * kThreads;
+
+// For who wants to know how a row was filtered and drawn from: by lists, or by a bracket; by
+// surveys of all of it, a few for each filter; or by tens of them for one.
+constexpr int kByLists = 0, kBySurveys = 1, kBitByBit = 2;
 
 // What all threads of a block know of the row that it finishes. One of them writes it, before a
 // barrier.
@@ -25,7 +30,7 @@ struct Task {
   int64_t* masses;
   float* bracket_y;
   int32_t* bracket_ids;
-  int32_t* by_row;
+  int32_t* way;
   int groups;
   bool in_shared;  // whether maxima and sums are in the block's shared memory
   int index, slot;
@@ -34,7 +39,7 @@ struct Task {
   float raw_largest;             // of the logits
   int64_t total;                 // mass of y at the row's temperature, where that is wanted
   bool raw_known;                // whether raw_largest and Shared::raw_log are
-  bool flat;                     // whether a list for top_p alone would take too many groups
+  bool flat;                     // whether its bracket, tried early, did not hold the cut
   uint64_t word;                 // of the draw
   int32_t header[kHeaderWords];  // of the parameters
   int32_t state[kStateRecent];   // before the step, without the recent tokens
@@ -61,19 +66,46 @@ struct DrawnGroup {
   int64_t before, mass;
 };
 
-// What a row's first block asks the others of its cluster to do: their part of `collect`.
+// Tokens into bins, see bracket.h: of `sampled` groups, by what they weigh or by how many they are,
+// from key `high` down to `low`. least: below it there is nothing, by count.
+struct Weighing {
+  int sampled;
+  float low, high = 0.0f;
+  bool by_count = false, by_distance = false;
+  float least = 0.0f, mean = 0.0f;
+};
+
+// What a survey, see whole_row.h, adds up of a token besides how many there are: its mass; or, for
+// top_n_sigma, of its distance from the largest y, in units of `spread`, or of the square of what
+// that has beyond `mean`.
+enum class Measure { kNothing, kWeights, kDistances, kSquares };
+struct Survey {
+  Measure measure;
+  bool moments;                 // of the weights, too
+  bool by_group;                // whether groups' masses are left
+  float low, high;              // tokens between these are counted
+  float outer_low, outer_high;  // and others between these are listed
+  double mean, spread;
+};
+
+// What a row's first block asks the others of its cluster to do.
+enum class Part { kNone, kWeigh, kCollect, kSurvey };
 struct Request {
-  bool wanted;
-  float low, high, largest;
+  Part part;
+  Kept kept;  // which tokens count; of `collect`, those from where on
   Row row;
+  Weighing weighing;
+  float low, high;  // of `collect`
+  Survey survey;
 };
 
 struct Shared {
   StepArguments arguments;
   Task task;
   Request request;
-  int above;    // how many tokens the other blocks have come upon
-  int helpers;  // other blocks that stay until the row is finished
+  unsigned long long of_others[3];  // sums of the other blocks' tokens
+  int lowest_key, highest_key;      // of tokens that were counted, by all blocks
+  int helpers;                      // other blocks that stay until the row is finished
   int is_last;
   // What one thread found for all.
   int found;
@@ -92,6 +124,7 @@ struct Shared {
   union alignas(16) {
     uint64_t keys[kListed];
     uint32_t mass_limbs[3][kBins];
+    uint32_t fine_bins[2][kFineBins];
     CheckedWarp checked[kWarps];
     struct {
       int64_t list_masses[kThreads], sorted_masses[kThreads];

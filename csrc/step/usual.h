@@ -5,6 +5,7 @@
 
 #include "../common/philox.h"
 #include "../sample_step.h"
+#include "dense.h"
 #include "repair.h"
 #include "report.h"
 
@@ -183,12 +184,44 @@ __device__ inline void keep_in_row(const Row& row, Selection* selection) {
   }
 }
 
+// What the end of a row is written to, and its stop id that a thread compares with; asked for
+// early.
+struct Ending {
+  int32_t* out;
+  SeenTables tables;
+  int stop;
+
+  __device__ explicit Ending(const Shared& shared) : tables() {
+    const StepArguments& a = shared.arguments;
+    const Task& task = shared.task;
+    const int thread = static_cast<int>(threadIdx.x);
+    out = a.output + int64_t{task.index} * a.layout.output_words();
+    stop = thread < task.header[kParamNumStop] ? task.row.params[a.layout.stop_ids() + thread] : -1;
+    if (a.layout.penalties) {
+      tables.bits =
+          a.tables + a.layout.output_bits() + int64_t{task.slot} * a.layout.bitmap_words();
+      tables.counts = a.tables + a.layout.counts() + int64_t{task.slot} * a.layout.vocab_size;
+    }
+  }
+  template <class Logits>
+  __device__ void report(Shared& shared, Block& block, const Selection& selection,
+                         int row_flags) const {
+    graphed_sampling::report<Logits>(shared, block, shared.arguments.layout, out, tables, selection,
+                                     row_flags, stop);
+  }
+};
+
+// What has become of a row that might have been a usual one. kFlat: its nucleus is for a bracket.
+enum class Outcome { kFinished, kFlat, kOther };
+
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
 template <class Logits>
-__device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
-                                    const SeenTables& tables, int stop) {
+__device__ __noinline__ Outcome finish_usual() {
+  Shared& shared = the_shared();
   Task& task = shared.task;
   const Row& row = task.row;
+  Block block = {0};
+  const Ending ending(shared);
   const Wishes wishes = task.wishes;
   const int32_t* header = task.header;
   const int thread = block.thread(), lane = block.lane();
@@ -199,7 +232,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   const bool other_filters =
       load_f32(header + kParamTypicalP) < 1.0f || load_f32(header + kParamEpsilonCutoff) > 0.0f ||
       load_f32(header + kParamEtaCutoff) > 0.0f || load_f32(header + kParamTopNSigma) > 0.0f;
-  if (!task.in_shared || most > kShortList || (other_filters && !greedy)) return false;
+  if (!task.in_shared || most > kShortList || (other_filters && !greedy)) return Outcome::kOther;
 
   const Owned owned(task.groups, thread);
   const float* maxima = the_statistics();
@@ -221,7 +254,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     raw_largest = block.max(mine_raw);
   }
   // Not without tokens, and not with infinities.
-  if (!(fabsf(range.high) < kInf)) return false;
+  if (!(fabsf(range.high) < kInf)) return Outcome::kOther;
 
   // Each warp's part of the raw weights: they are added up when they are asked for. Where nothing
   // is read but tokens that may be drawn, that is done while these come.
@@ -239,12 +272,12 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   }
   const float largest = range.high;
   const Exponents exponents = {largest, row.scale};
-  if (!(fabsf(largest) < kInf) || exponents.wide()) return false;
+  if (!(fabsf(largest) < kInf) || exponents.wide()) return Outcome::kOther;
   if (thread == 0) {
     task.largest = largest;
     task.raw_largest = raw_largest;
     task.raw_known = wishes.raw;
-    *task.by_row = 0;
+    *task.way = kByLists;
   }
 
   Selection selection = {};
@@ -265,12 +298,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       selection = {true, {token, largest}, {largest, largest, token}, int64_t{1} << kMassBits, 1};
     }
   } else if (unfiltered) {
-    int64_t mass = 0;
-    owned.each([&](int, int group) {
-      const Vector maximum(maxima + group), sum(sums + group);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) mass += group_mass(maximum[j], sum[j], largest, row.scale);
-    });
+    const int64_t mass = mass_of_owned(owned, maxima, sums, largest, row.scale);
     int64_t total;
     int64_t before = block.sum_before(mass, &total);
     const int64_t position = position_of(task.word, total);
@@ -293,7 +321,8 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     const Kept all = {largest, kNegInf, row.vocab};
     if (block.warp() == 0) {
       if (lane == 0 && wishes.raw) shared.raw_log = log_of_parts(shared);
-      const Drawn drawn = draw_in_group<Logits>(task, all, total, shared.drawn_group, lane);
+      const DrawnGroup& group = shared.drawn_group;
+      const Drawn drawn = draw_in_group<Logits>(task, all, total, group, maxima[group.group], lane);
       selection = {true, drawn, all, total, 0};
     }
   } else {
@@ -337,7 +366,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       });
       __syncthreads();
       const int last = reaching_bin(shared.bins, needed, lane);
-      if (last == kBins) return false;
+      if (last == kBins) return Outcome::kOther;
       // A little below the bin's end, so that all that it counted reaches it.
       const float end = largest - static_cast<float>(last + 1) / scale.slope;
       bound = fmaxf(bound, end - (largest - low + fabsf(largest)) * 1e-6f);
@@ -351,31 +380,32 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     int groups;
     int place = block.sum_before(__popc(reaching), &groups);
     shared.bins[thread] = 0;
-    if (groups > kListedGroups) {
-      if (thread == 0) task.flat = wishes.total;
-      return false;
-    }
-    for (; reaching != 0; reaching &= reaching - 1, ++place) {
-      shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
-    }
-    __syncthreads();
-    // Beside the loading of tokens, of which the last threads have none as a rule.
-    listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
-      if (thread == kThreads - 1) {
-        task.word = draw_word();
-        task.total = total;
-        if (wishes.raw && !raw_later) shared.raw_log = log_of_parts(shared);
+    const bool in_list = groups <= kListedGroups;
+    if (in_list) {
+      for (; reaching != 0; reaching &= reaching - 1, ++place) {
+        shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
       }
-      if (raw_later) leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
-    });
-    if (raw_later && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
-    if (listed > kListed) return false;
+      __syncthreads();
+      // Beside the loading of tokens, of which the last threads have none as a rule.
+      listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
+        if (thread == kThreads - 1) {
+          task.word = draw_word();
+          task.total = total;
+          if (wishes.raw && !raw_later) shared.raw_log = log_of_parts(shared);
+        }
+        if (raw_later) leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
+      });
+      if (raw_later && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
+    }
+    if (!in_list || listed > kListed) {
+      return wishes.total ? Outcome::kFlat : Outcome::kOther;
+    }
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
-      if (!selection.complete) return false;
+      if (!selection.complete) return Outcome::kOther;
       keep_in_row<Logits>(row, &selection);
-      report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
-      return true;
+      ending.report<Logits>(shared, block, selection, 0);
+      return Outcome::kFinished;
     }
     const bool ranked = top_k > 0 || top_p < 1.0f || top_n > 0;
     if (thread < listed) {
@@ -385,10 +415,10 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
     }
     if (ranked) rank_short_list(shared, listed);
     // What the output's tables have at the token that will be drawn is then not far.
-    if (tables.bits != nullptr && thread < listed && listed <= kFetchedAhead) {
+    if (ending.tables.bits != nullptr && thread < listed && listed <= kFetchedAhead) {
       const int token = shared.list_ids[thread];
-      prefetch(tables.bits + (token >> 5));
-      prefetch(tables.counts + token);
+      prefetch(ending.tables.bits + (token >> 5));
+      prefetch(ending.tables.counts + token);
     }
     __syncthreads();
     if (block.warp() == 0) {
@@ -400,7 +430,7 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
       // Whether the list holds the whole nucleus.
       if (thread == 0) shared.found = selection.complete ? 1 : 0;
       __syncthreads();
-      if (shared.found == 0) return false;
+      if (shared.found == 0) return Outcome::kOther;
     }
   }
 
@@ -408,14 +438,15 @@ __device__ inline bool finish_usual(Shared& shared, Block& block, int32_t* out,
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
   const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
-    if (block.warp() == 0) report_by_warp<Logits>(out, tables, selection, top_n, listed, stop);
-    return true;
+    if (block.warp() == 0)
+      report_by_warp<Logits>(ending.out, ending.tables, selection, top_n, listed, ending.stop);
+    return Outcome::kFinished;
   }
   if (thread == 0) shared.selection = selection;
   __syncthreads();
   selection = shared.selection;
-  report<Logits>(shared, block, shared.arguments.layout, out, tables, selection, 0, stop);
-  return true;
+  ending.report<Logits>(shared, block, selection, 0);
+  return Outcome::kFinished;
 }
 
 }  // namespace graphed_sampling

@@ -32,7 +32,7 @@ TAKES_GROUP_STATS: Final = True
 _GROUP: Final = 64
 _GROUPS_OF_TILE: Final = 32
 _HEADER: Final = 32
-_BY_ROW: Final = 1  # which of the header's words
+_WAY: Final = 1  # which of the header's words
 _OF_GROUP: Final = 7
 _BRACKET: Final = 2 * 16384
 _LISTED: Final = 2048
@@ -117,13 +117,19 @@ def scratch_words(layout: TableLayout, rows: int) -> int:
     return rows * (-(-words // 32) * 32)
 
 
-def by_row(scratch: Tensor, layout: TableLayout, rows: int) -> list[bool]:
-    """Of the rows of a last step: whether filters and draw of each went over the whole row, slowly.
+class Way(IntEnum):
+    """How a row was filtered and drawn from: by lists of candidates, or a bracket around its cut;
+    by surveys of the whole row, a few for each filter; or by tens of them for one."""
 
-    It says nothing of what else does: top_n_sigma, three times, and each of more top logprobs than
-    a list holds.
-    """
-    return [bool(word) for word in scratch[_BY_ROW :: scratch_words(layout, 1)][:rows].tolist()]
+    LISTS = 0
+    SURVEYS = 1
+    BIT_BY_BIT = 2
+
+
+def ways(scratch: Tensor, layout: TableLayout, rows: int) -> list[Way]:
+    """Of the rows of a last step. It says nothing of what else goes over a row: top_n_sigma, three
+    times, and each of more top logprobs than a list holds."""
+    return [Way(word) for word in scratch[_WAY :: scratch_words(layout, 1)][:rows].tolist()]
 
 
 def warm_up(

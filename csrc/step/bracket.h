@@ -1,0 +1,397 @@
+// Of many tokens, where the cut of a filter very probably is, and the cut among those around it.
+// The blocks of a row's cluster share the passes over the row that this takes.
+#pragma once
+
+#include "lists.h"
+
+namespace graphed_sampling {
+
+// Asks the other blocks of the row's cluster for their part of what is kept; how many blocks work
+// then, this one too. Until `join` they may write to this one's shared memory. complete(request)
+// adds what the part needs to know.
+template <class Complete>
+__device__ inline int ask_others(Shared& shared, Block& block, Part part, const Kept& kept,
+                                 Complete complete) {
+  const Task& task = shared.task;
+  // Where rows share a slot, which nobody may do, one of them may be gone.
+  const int blocks = shared.helpers == task.blocks - 1 ? task.blocks : 1;
+  if (block.thread() == 0) {
+    shared.request.part = part;
+    shared.request.kept = kept;
+    shared.request.row = task.row;
+    complete(shared.request);
+    for (unsigned long long& sum : shared.of_others) sum = 0;
+    shared.count = 0;
+  }
+  __syncthreads();
+  if (blocks > 1) {
+    constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(int32_t));
+    auto* words = reinterpret_cast<int32_t*>(&shared.request);
+    for (int i = block.thread(); i < (blocks - 1) * kWords; i += kThreads) {
+      of_block(words, static_cast<unsigned>(1 + i / kWords))[i % kWords] = words[i % kWords];
+    }
+    cluster_arrive();
+  }
+  return blocks;
+}
+
+// Until the others are through, too.
+__device__ inline void join(int blocks) {
+  if (blocks == 1) return;
+  cluster_wait();
+  cluster_arrive();
+  cluster_wait();
+}
+
+// A thread's part of sums over the row, to those of the block that asked.
+__device__ inline void add_to_asker(Shared& shared, Block& block, int i, int64_t value) {
+  const int64_t sum = block.sum(value);
+  if (block.thread() == 0) {
+    atomicAdd(of_block(&shared.of_others[i], 0u), static_cast<unsigned long long>(sum));
+  }
+}
+
+// What all blocks' threads have, the others' parts being there.
+__device__ inline int64_t sum_of_all(Shared& shared, Block& block, int i, int64_t value) {
+  return block.sum(value) + static_cast<int64_t>(shared.of_others[i]);
+}
+
+// Bins of tokens by a key that is 0 at most, from `high` down: by z, or by the distance from
+// `mean`, less of which comes first. What lies below `low` has a bin of its own.
+struct FineBins {
+  float low, high, width, per_width, unit;
+
+  // tokens: so many weights fit into a bin.
+  __device__ FineBins(float low_, float high_, int tokens)
+      : low(low_),
+        high(high_),
+        width((high_ - low_) / static_cast<float>(kFineBins)),
+        per_width(static_cast<float>(kFineBins) / (high_ - low_)),
+        unit(4.29e9f / static_cast<float>(tokens)) {}
+  __device__ int bin(float key) const {
+    return min(max(static_cast<int>((high - key) * per_width), 0), kFineBins - 1);
+  }
+  // The key with which a bin begins.
+  __device__ float top(int bin) const { return high - width * static_cast<float>(bin); }
+};
+
+// The largest z of a bin. Weights in it are counted in units of 2**that, so that those of low bins
+// have as many digits. By distance the tokens above the mean and those below it have bins apart.
+__device__ inline float largest_z(const Weighing& weighing, const FineBins& bins, float top,
+                                  bool above_mean) {
+  if (!weighing.by_distance) return top;
+  return above_mean ? weighing.mean - top + bins.width : weighing.mean + top;
+}
+
+// A block's part of weighing tokens, into its own bins: every `step`th piece from `first` on.
+// Returns what a thread's weigh below all bins.
+template <class Logits>
+__device__ __noinline__ int64_t weigh_tokens(int first, int step) {
+  Shared& shared = the_shared();
+  const Row& row = shared.request.row;
+  const Kept kept = shared.request.kept;
+  const Weighing weighing = shared.request.weighing;
+  const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
+  const float scale = row.scale;
+  const auto groups = static_cast<unsigned>(shared.task.groups);
+  const auto sampled = static_cast<unsigned>(weighing.sampled);
+  const int pieces = weighing.sampled * kPieces;
+  int64_t below = 0;
+#pragma unroll 1
+  for (int begin = first; begin < pieces; begin += kAtOnce * step) {
+    const auto first_of = [&](int i) {
+      const auto place = static_cast<unsigned>(min(begin + i * step, pieces - 1));
+      // Evenly spaced groups.
+      const unsigned group =
+          sampled == groups ? place / kPieces : place / kPieces * groups / sampled;
+      return static_cast<int>(group * kGroup + place % kPieces * kPiece);
+    };
+    Pack<Logits> packs[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) packs[i] = load_pack<Logits>(row, first_of(i));
+    // A loop, whose instructions come once, through which the packs move on.
+#pragma unroll 1
+    for (int i = 0; i < kAtOnce && begin + i * step < pieces; ++i) {
+      float y[kPiece];
+      y_of_pack<Logits>(row, packs[0], first_of(i), y);
+#pragma unroll
+      for (int j = 0; j < kAtOnce - 1; ++j) packs[j] = packs[j + 1];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        if (!kept.holds(y[j], first_of(i) + j)) continue;
+        const float z = z_of(y[j], kept.highest, scale);
+        const float key = weighing.by_distance ? -fabsf(weighing.mean - z) : z;
+        if (key > bins.high) continue;
+        const bool above_mean = weighing.by_distance && z > weighing.mean;
+        const bool inside = key >= bins.low || above_mean;
+        const int bin = bins.bin(key);
+        uint32_t weight = 1;
+        if (!weighing.by_count) {
+          const float base =
+              largest_z(weighing, bins, inside ? bins.top(bin) : bins.low, above_mean);
+          // Integers, so that the order of their sums decides nothing.
+          weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
+        }
+        if (inside) {
+          atomicAdd(&shared.fine_bins[above_mean ? 1 : 0][bin], weight);
+        } else {
+          below += weight;
+        }
+      }
+    }
+  }
+  return below;
+}
+
+__device__ inline void clear_fine_bins(Shared& shared) {
+  static_assert(kFineBins == 4 * kThreads);
+  for (auto& bins : shared.fine_bins) reinterpret_cast<uint4*>(bins)[threadIdx.x] = {0, 0, 0, 0};
+}
+
+// What another block of the cluster does of `bracket_of`.
+template <class Logits>
+__device__ inline void help_weighing(Shared& shared, Block& block, int rank, int blocks) {
+  clear_fine_bins(shared);
+  __syncthreads();
+  add_to_asker(shared, block, 0,
+               weigh_tokens<Logits>(rank * kThreads + block.thread(), blocks * kThreads));
+  const int kinds = shared.request.weighing.by_distance ? 2 : 1;
+  for (int i = block.thread(); i < kinds * kFineBins; i += kThreads) {
+    uint32_t* bin = &shared.fine_bins[i / kFineBins][i % kFineBins];
+    if (*bin > 0) atomicAdd(of_block(bin, 0u), *bin);
+  }
+}
+
+// Between which keys the cut very probably is below which kept tokens weigh `budget`, in units of
+// the largest weight, or are so many; the upper one is 0 where there is none. weighing: by what, of
+// how many groups, and between which keys it must be.
+//
+// Of a sample, the mass below a bound is about `ratio` times what evenly spaced groups hold of it.
+// Its standard deviation is at most the root of ratio * mass * (weight at the bound), since no
+// token below the bound weighs more.
+template <class Logits>
+__device__ __noinline__ Range bracket_of(Shared& shared, Block& block, const Kept kept,
+                                         float budget, Weighing weighing) {
+  const Task& task = shared.task;
+  const float ratio = static_cast<float>(task.groups) / static_cast<float>(weighing.sampled);
+  const bool is_sample = weighing.sampled < task.groups;
+  // Of all tokens only roundings are uncertain: a bin more at either end.
+  const float margin = is_sample ? 0.0f : 1.0f;
+  // Again, between the bounds of the last time, where many tokens lie between them and these are
+  // hardly wider than a bin.
+  constexpr float kEnoughBins = 8.0f, kFewTokens = kBracketed / 4;
+  constexpr int kRounds = 2;
+  bool is_below = false;
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
+    __syncthreads();
+    clear_fine_bins(shared);
+    const int blocks = ask_others(shared, block, Part::kWeigh, kept,
+                                  [&](Request& request) { request.weighing = weighing; });
+    const int64_t own = weigh_tokens<Logits>(block.thread(), blocks * kThreads);
+    join(blocks);
+    const auto below_all = static_cast<float>(sum_of_all(shared, block, 0, own));
+    // From here on in units of 2**-36 of the largest weight, or of a token.
+    constexpr float kFineOne = 68719476736.0f;
+    const auto in_fine = [&](float number, float top, bool above_mean) {
+      if (weighing.by_count) return static_cast<int64_t>(number * kFineOne);
+      const float z = largest_z(weighing, bins, top, above_mean);
+      return static_cast<int64_t>(number * ex2_approx(z) * (kFineOne / bins.unit));
+    };
+    const int first = 4 * block.thread();
+    int64_t masses[4] = {};
+    float tokens[4] = {};  // a token at the upper end of its bin weighs a unit
+    for (int kind = 0; kind < (weighing.by_distance ? 2 : 1); ++kind) {
+      const auto* vectors = reinterpret_cast<const uint4*>(shared.fine_bins[kind]);
+      const uint4 vector = vectors[block.thread()];
+      const uint32_t numbers[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        masses[i] += in_fine(static_cast<float>(numbers[i]), bins.top(first + i), kind == 1);
+        tokens[i] += static_cast<float>(numbers[i]) / (weighing.by_count ? 1.0f : bins.unit);
+      }
+    }
+    int64_t all;
+    int64_t passed = block.sum_before(masses[0] + masses[1] + masses[2] + masses[3], &all);
+    all += in_fine(below_all, bins.low, false);
+    // Of bins, by their lower ends: the highest with surely less below it than the budget, the
+    // lowest with surely more.
+    float low_bin = kFineBins, high_bin = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      passed += masses[i];
+      const float below = static_cast<float>(all - passed) * (ratio / kFineOne);
+      float error = 4e-5f * (below + budget);
+      if (is_sample) {
+        const float weight = ex2_approx(bins.top(first + i + 1)) * ratio;
+        error = 4.0f * sqrtf(weight * (below + weight));
+      }
+      if (below + error <= budget) low_bin = fminf(low_bin, static_cast<float>(first + i));
+      if (below - error >= budget) high_bin = static_cast<float>(first + i + 1);
+    }
+    const Range found = block.range(low_bin, high_bin);
+    if (weighing.by_count && !is_below && found.high == static_cast<float>(kFineBins)) {
+      // It lies below all bins.
+      is_below = true;
+      weighing.high = weighing.low;
+      weighing.low = weighing.least;
+      --round;
+      continue;
+    }
+    const float high = weighing.high;
+    if (found.low < kFineBins) weighing.low = high - bins.width * (found.low + 1.0f + margin);
+    weighing.high = high - bins.width * fmaxf(found.high - margin, 0.0f);
+    if (round == kRounds - 1 || found.low + 1.0f - found.high >= kEnoughBins) break;
+    float between = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto bin = static_cast<float>(first + i);
+      between += bin >= found.high - margin && bin <= found.low + margin ? tokens[i] : 0.0f;
+    }
+    if (block.total(between) * ratio <= kFewTokens) break;
+  }
+  return {weighing.low, weighing.high};
+}
+
+// How few groups tell enough of tokens that weigh no more than those above them.
+__device__ inline int groups_of_sample(int groups) {
+  constexpr int kSampled = 512, kMostSampled = 8192;
+  return min(min(max(kSampled, groups / 2048 * kSampled), kMostSampled), groups);
+}
+
+// Below it not even all tokens weigh the budget.
+__device__ inline float least_z(float budget, int vocab) {
+  return fminf(lg2_approx(budget / static_cast<float>(vocab)), -1.0f);
+}
+
+// y of such keys of z. Where y are so large that few floats lie between the bounds, there is one.
+__device__ inline Range y_of_keys(const Range& keys, float highest, float scale) {
+  return {from_key(key_of(highest + keys.low / scale) - 1),
+          keys.high >= 0.0f ? kInf : from_key(key_of(highest + keys.high / scale) + 1)};
+}
+
+// Calls use(y, token) for each token of the list around the cut, of which some are on their way at
+// a time.
+template <class Use>
+__device__ inline void for_each_bracketed(const Task& task, int count, Use use) {
+  constexpr int kAhead = 4;
+#pragma unroll 1
+  for (int begin = static_cast<int>(threadIdx.x); begin < count; begin += kAhead * kThreads) {
+    int ids[kAhead];
+    float y[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = min(begin + i * kThreads, count - 1);
+      y[i] = __ldcg(task.bracket_y + at);
+      ids[i] = __ldcg(task.bracket_ids + at);
+    }
+    // A loop, whose instructions come once, through which they move on.
+#pragma unroll 1
+    for (int i = 0; i < kAhead && begin + i * kThreads < count; ++i) {
+      use(y[0], ids[0]);
+#pragma unroll
+      for (int j = 0; j < kAhead - 1; ++j) {
+        y[j] = y[j + 1];
+        ids[j] = ids[j + 1];
+      }
+    }
+  }
+}
+
+// In which bin of the list around the cut the cut is: behind what is `left` to be kept of the list.
+struct CutBin {
+  int bin;         // -1 where the whole list is less than what is left
+  int64_t before;  // mass of the bins before it
+};
+
+// bin_of(y): of kBins. mass_at(y) fits into kMassBits + 1 bits.
+template <class BinOf, class MassAt>
+__device__ inline CutBin cut_bin(Shared& shared, Block& block, int count, int64_t left,
+                                 BinOf bin_of, MassAt mass_at) {
+  // In limbs, whose sums over a bracket fit: additions of 32 bits take one instruction.
+  constexpr int kLimb = 14, kLimbs = 3;
+  static_assert(kLimb * kLimbs > kMassBits && (int64_t{kBracketed} << kLimb) < int64_t{1} << 32);
+  const int thread = block.thread();
+  for (int i = 0; i < kLimbs; ++i) shared.mass_limbs[i][thread] = 0;
+  if (thread == 0) shared.found = -1;
+  __syncthreads();
+  for_each_bracketed(shared.task, count, [&](float y, int) {
+    const int bin = bin_of(y);
+    int64_t mass = mass_at(y);
+#pragma unroll
+    for (int limb = 0; limb < kLimbs; ++limb, mass >>= kLimb) {
+      const auto part = static_cast<uint32_t>(mass & ((1 << kLimb) - 1));
+      if (part > 0) atomicAdd(&shared.mass_limbs[limb][bin], part);
+    }
+  });
+  __syncthreads();
+  int64_t inside, mine = 0;
+  for (int i = kLimbs - 1; i >= 0; --i) mine = (mine << kLimb) + shared.mass_limbs[i][thread];
+  const int64_t before = block.sum_before(mine, &inside);
+  if (before < left && before + mine >= left) {
+    shared.found = thread;
+    shared.found_before = before;
+  }
+  if (thread == 0) shared.count = 0;
+  __syncthreads();
+  return {shared.found, shared.found_before};
+}
+
+// Lists the tokens of one bin, in no order, as many as fit; how many there are, and how many a
+// thread has come upon in the bins before it.
+template <class BinOf>
+__device__ inline int list_bin(Shared& shared, int count, int bin, int* before, BinOf bin_of) {
+  *before = 0;
+  for_each_bracketed(shared.task, count, [&](float y, int token) {
+    const int of_token = bin_of(y);
+    if (of_token < bin) ++*before;
+    if (of_token == bin) {
+      const int place = atomicAdd(&shared.count, 1);
+      if (place < kListed) {
+        shared.list_y[place] = y;
+        shared.list_ids[place] = token;
+      }
+    }
+  });
+  __syncthreads();
+  return shared.count;
+}
+
+// The mass at z, which is above 0 only where given statistics are wrong.
+__device__ inline int64_t bounded_mass(double z) { return mass_of(exp2_wide(fmin(z, 0.0))); }
+
+// The cut among the tokens around it.
+struct ListCut {
+  bool found;
+  uint64_t order;  // what is kept reaches it
+  int number;      // of tokens of the list that are kept
+};
+
+// left: what of the list, between the bounds, is to be kept: mass, relative to `highest`, or, by
+// count, tokens.
+__device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block, int count,
+                                                   float low, float high, int64_t left,
+                                                   bool by_count, float highest) {
+  const double scale = load_f64(shared.task.row.params + kParamWideScale);
+  const auto mass_at = [&](float y) {
+    if (by_count) return int64_t{1};
+    return bounded_mass((static_cast<double>(y) - static_cast<double>(highest)) * scale);
+  };
+  const Bins bins(low, fminf(high, highest));
+  const auto bin_of = [&](float y) { return bins.bin(y); };
+  ListCut result = {};
+  const CutBin cut = cut_bin(shared, block, count, left, bin_of, mass_at);
+  if (cut.bin < 0) return result;
+  int kept;
+  const int in_cut = list_bin(shared, count, cut.bin, &kept, bin_of);
+  if (in_cut > kListed) return result;
+  // Its tokens, sorted, have the cut among them.
+  const uint64_t* sorted = sort_list(shared, block, in_cut);
+  int64_t passed = cut.before;
+  const int within = number_within(block, sorted, in_cut, left, &passed, mass_at);
+  result = {true, sorted[within - 1], static_cast<int>(block.sum(kept)) + within};
+  return result;
+}
+
+}  // namespace graphed_sampling
