@@ -138,6 +138,10 @@ def _classes() -> list[Case]:
         of("flat_topp95", "flat", temperature=0.8, top_p=0.95),
         of("typical95", rivals=False, temperature=0.8, typical_p=0.95),
         of("eta", rivals=False, temperature=0.8, eta_cutoff=1e-3),
+        # What no list of candidates holds.
+        of("topk4000", rivals=False, temperature=0.8, top_k=4000),
+        of("flat_typical95", "flat", rivals=False, temperature=0.8, typical_p=0.95),
+        of("flat_eta", "flat", rivals=False, temperature=0.8, eta_cutoff=1e-3),
         *(
             Case(f"{name}_stats", _plain(**params), group_stats=True)
             for name, params in _WITH_STATS.items()
