@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from graphed_sampling.params import as_int
-
 _UNFINISHED: Final = "\ufffd"  # what decoders put for the first bytes of a character
 _LONGEST_UNFINISHED: Final = 16  # tokens: no character is that long, so those bytes are broken
 
@@ -153,11 +151,3 @@ def check_stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]
             f"stop has a string of {length} characters: at most {longest} are accepted"
         )
     return tuple(dict.fromkeys(stops))
-
-
-def check_count(name: str, value: object, low: int) -> int:
-    """`value` as an int; ValueError unless it is an integer >= low."""
-    number = as_int(name, value, f"an integer >= {low}")
-    if number < low:
-        raise ValueError(f"{name} = {number} is not accepted: it must be an integer >= {low}")
-    return number
