@@ -265,7 +265,9 @@ class RequestTable:
     def update(self, slot: int, params: SamplingParams) -> None:
         """Change the parameters of the request in `slot`, and nothing of its state.
 
-        A seed of None keeps the request's seed. Errors as `admit`; on an error nothing has changed.
+        A seed of None keeps the request's seed. A max_tokens that the answer has reached already is
+        accepted, since only the device knows how long that is: the next step draws one more token,
+        and ends the request by LENGTH. Other errors as `admit`; on an error nothing has changed.
         """
         self._check_process()
         _check_params(params)

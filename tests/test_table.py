@@ -24,7 +24,7 @@ from graphed_sampling import (
     new_output,
     new_scratch,
 )
-from graphed_sampling.layout import HEADER_WORDS, Param, ParamFlags, State
+from graphed_sampling.layout import HEADER_WORDS, FinishReason, Param, ParamFlags, State
 from graphed_sampling.sampler import StepInputs
 from graphed_sampling.staging import DESCRIPTOR_WORDS
 
@@ -431,6 +431,18 @@ def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None
     assert torch.equal(table.tables, tables)
     with pytest.raises(ValueError, match="slot = 3"):
         table.update(3, SamplingParams())
+
+
+def test_a_lower_max_tokens_ends_the_request_at_once(device: str) -> None:
+    table = make_table(device)
+    slot = table.admit(SamplingParams(max_tokens=9), [1], output_token_ids=[2, 3])
+    sampler = Sampler(table)
+    logits, slots = torch.zeros(1, V, device=device), torch.tensor([slot], dtype=torch.int32)
+    for _ in range(3):
+        assert sampler(logits, slots).finish_reason.tolist() == [FinishReason.NONE]
+    table.update(slot, SamplingParams(max_tokens=2))
+    assert sampler(logits, slots).finish_reason.tolist() == [FinishReason.LENGTH]
+    assert table.positions[slot] == 7
 
 
 def test_requests_without_a_seed_get_the_table_s_own_stream() -> None:
