@@ -435,12 +435,12 @@ def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None
 
 def test_a_lower_max_tokens_ends_the_request_at_once(device: str) -> None:
     table = make_table(device)
-    slot = table.admit(SamplingParams(max_tokens=9), [1], output_token_ids=[2, 3])
+    slot = table.admit(SamplingParams(temperature=0.0, max_tokens=9), [1], output_token_ids=[2, 3])
     sampler = Sampler(table)
     logits, slots = torch.zeros(1, V, device=device), torch.tensor([slot], dtype=torch.int32)
     for _ in range(3):
         assert sampler(logits, slots).finish_reason.tolist() == [FinishReason.NONE]
-    table.update(slot, SamplingParams(max_tokens=2))
+    table.update(slot, SamplingParams(temperature=0.0, max_tokens=2))
     assert sampler(logits, slots).finish_reason.tolist() == [FinishReason.LENGTH]
     assert table.positions[slot] == 7
 
