@@ -1,4 +1,4 @@
-"""What tensors the ops accept: ValueError, naming the argument, for all else."""
+"""What tensors and sizes are accepted: ValueError, naming the argument, for all else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphed_sampling.layout import MAX_VOCAB_SIZE
+from graphed_sampling.params import as_int
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,6 +81,8 @@ def check_group_stats(stats: Tensor, shape: tuple[int, int, int]) -> None:
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is {type(value).__name__}: it must be a torch.Tensor")
+    if value.layout != torch.strided or value.is_nested:
+        raise ValueError(f"{name} is sparse or nested: it must be a dense tensor")
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -89,6 +92,7 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def check_vocab_size(logits: Tensor, vocab_size: int) -> int:
     """Check the logits; returns the vocabulary size, -1 being all of their columns."""
+    check_tensor("logits", logits)
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: they must be [n, V]")
     size = size_within(logits.shape[1], vocab_size, "columns of the logits")
@@ -104,6 +108,15 @@ def size_within(width: int, vocab_size: int, of: str) -> int:
             f"or in [1, {min(width, MAX_VOCAB_SIZE)}]"
         )
     return size
+
+
+def check_count(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int; ValueError unless it is an integer in [low, high], None being any."""
+    accepted = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    number = as_int(name, value, accepted)
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name} = {number} is not accepted: it must be {accepted}")
+    return number
 
 
 def check_linear(hidden: Tensor, weight: Tensor, vocab_size: int, chunk_rows: int) -> int:

@@ -18,7 +18,7 @@ from graphed_sampling.eager import never_compiled
 from graphed_sampling.params import as_int
 from graphed_sampling.sampler import StepInputs, StepOutput, TableStep
 from graphed_sampling.statistics import group_stats_shape
-from graphed_sampling.table import RequestTable, device_guard
+from graphed_sampling.table import RequestTable, check_table, device_guard
 
 _WARM_UP_STEPS: Final = 2
 # A capture begins with a synchronisation of the device, which CUDA refuses while another thread's
@@ -333,6 +333,7 @@ class GraphedSampler(BucketedSampler):
         group_stats: bool = False,
         **options: str,
     ) -> None:
+        check_table(table)
         backend = backends.with_options(backend, options)
         super().__init__(
             table,

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from graphed_sampling import checks, positions
+from graphed_sampling import backends, checks, positions
 from graphed_sampling.packing import active_features
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.wishes import MAX_TOP_N
@@ -76,16 +76,15 @@ def new_prompt_output(
 ) -> Tensor:
     """int32 [rows, words], the record that `prompt_logprobs_out` fills: one copy takes all of it to
     the host, where `PromptLogprobs.of` names its parts."""
+    rows = checks.check_count("rows", rows, 0)
     words = _record_words(top_n, num_given)
     with torch.inference_mode(False):
         return torch.zeros(rows, words, dtype=torch.int32, device=device)
 
 
 def _record_words(top_n: int, num_given: int) -> int:
-    if not 0 <= top_n <= MAX_TOP_N:
-        raise ValueError(f"top_n = {top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
-    if num_given < 0:
-        raise ValueError(f"num_given = {num_given} is not accepted: it must not be negative")
+    top_n = checks.check_count("top_n", top_n, 0, MAX_TOP_N)
+    num_given = checks.check_count("num_given", num_given, 0)
     return positions.position_layout(1, top_n, num_given).output_words
 
 
@@ -125,6 +124,9 @@ def prompt_logprobs(
     """
     _check_tensors(logits=logits, next_token_ids=next_token_ids)
     _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
+    vocab_size = checks.check_count("vocab_size", vocab_size, -1)
+    top_n = checks.check_count("top_n", top_n, 0, MAX_TOP_N)
+    backends.check_name(backend)
     filters: dict[str, Tensor] = {}
     if params is not None:
         size = checks.check_vocab_size(logits, vocab_size)
@@ -164,6 +166,10 @@ def linear_logprobs(
     """
     _check_tensors(hidden=hidden, weight=weight, next_token_ids=next_token_ids)
     _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
+    vocab_size = checks.check_count("vocab_size", vocab_size, -1)
+    top_n = checks.check_count("top_n", top_n, 0, MAX_TOP_N)
+    chunk_rows = checks.check_count("chunk_rows", chunk_rows, 0)
+    backends.check_name(backend)
     filters: dict[str, Tensor] = {}
     if params is not None:
         size = checks.check_linear(hidden, weight, vocab_size, chunk_rows)

@@ -233,9 +233,8 @@ def _apply_records(
     check_vector("slots", slots, slots.numel(), torch.int32, device)
     _check_words("state", state, (sizes.rows, sizes.state_words), device)
     _check_words("tables", tables, (sizes.tables_words,), device)
-    _check_words(
-        "records", records, (max(records.shape[0], slots.shape[0]), sizes.output_words), device
-    )
+    rows = max([slots.shape[0], *records.shape[:1]])
+    _check_words("records", records, (rows, sizes.output_words), device)
     if slots.shape[0]:
         apply_records(records, slots, state, tables, sizes)
 
@@ -663,8 +662,23 @@ def _scatter_segments(
         flat.index_copy_(0, torch.where(target == number, destination, flat.numel() - 1), payload)
 
 
-def _no_result(*_args: object, **_kwargs: object) -> None:
-    return None
+def _no_result(*args: object, **named: object) -> None:
+    """Of ops that write in place. One tensor on meta among others leads here too, where nothing
+    would be done and nobody told."""
+    tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise ValueError(f"tensors are on {' and '.join(devices)}: they must be on one device")
+
+
+def _check_philox_words(seed: Tensor, position: Tensor) -> None:
+    check_vector("seed", seed, seed.numel(), torch.int64)
+    check_vector("position", position, seed.numel(), torch.int64, seed.device)
+
+
+def _philox_words(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+    _check_philox_words(seed, position)
+    return philox.words(seed, position, stream)
 
 
 def _sample_fake(
@@ -698,6 +712,7 @@ def _flashinfer_sample_fake(
 
 
 def _philox_words_fake(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+    _check_philox_words(seed, position)
     return torch.empty_like(seed)
 
 
@@ -722,7 +737,7 @@ _LIBRARY.impl("prompt_logprobs_out", _prompt_logprobs_out, "CompositeExplicitAut
 _LIBRARY.impl("prompt_logprobs_backward", _prompt_logprobs_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("linear_logprobs", _linear_logprobs, "CompositeExplicitAutograd")
 _LIBRARY.impl("linear_logprobs_backward", _linear_logprobs_backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("philox_words", philox.words, "CompositeExplicitAutograd")
+_LIBRARY.impl("philox_words", _philox_words, "CompositeExplicitAutograd")
 _LIBRARY.impl("scatter_segments", _scatter_segments, "CompositeExplicitAutograd")
 torch.library.register_fake("graphed_sampling::sample", _sample_fake, lib=_LIBRARY)
 torch.library.register_fake(

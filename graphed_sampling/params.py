@@ -52,6 +52,8 @@ def _fail(name: str, value: object, accepted: str) -> NoReturn:
 
 def as_int(name: str, value: object, accepted: str) -> int:
     """`value` as an int; bools, floats and everything that is no integer raise ValueError."""
+    if type(value) is int:
+        return value  # and so in torch.compile, which knows sizes by their type alone
     if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool:
         _fail(name, value, accepted)
     try:

@@ -16,7 +16,7 @@ from graphed_sampling.layout import Output, TableLayout
 from graphed_sampling.params import UnsupportedFeatureError
 from graphed_sampling.staging import PinnedRing
 from graphed_sampling.statistics import group_stats_shape
-from graphed_sampling.table import RequestTable, SlotClaim, device_guard
+from graphed_sampling.table import RequestTable, SlotClaim, check_table, device_guard
 
 _RING_DEPTH: Final = 4
 
@@ -88,6 +88,7 @@ class StepOutput:
 
 def new_output(table: RequestTable, rows: int) -> StepOutput:
     """Outputs for steps of up to `rows` rows, at an address of their own."""
+    rows = checks.check_count("rows", rows, 0)
     with torch.inference_mode(False):
         record = torch.zeros(
             rows, table.layout.output_words, dtype=torch.int32, device=table.device
@@ -99,6 +100,7 @@ def new_scratch(table: RequestTable, backend: str, rows: int) -> Tensor:
     """int32 scratch for steps of up to `rows` rows of `backend`: zeros, which a step leaves as the
     next one needs them."""
     backend = backends.resolve(backend, table.device)
+    rows = checks.check_count("rows", rows, 0)
     words = backends.module(backend).scratch_words(table.layout, rows)
     with torch.inference_mode(False):
         return torch.zeros(words, dtype=torch.int32, device=table.device)
@@ -332,6 +334,7 @@ class Sampler:
         group_stats: bool = False,
         **options: str,
     ) -> None:
+        check_table(table)
         self.table = table
         backend = backends.with_options(backend, options)
         self._step = TableStep(self, table, backend, table.max_requests, group_stats=group_stats)

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from graphed_sampling.checks import check_tensor, check_vocab_size
+from graphed_sampling.checks import check_count, check_vocab_size
 
 GROUP_SIZE: Final = 64
 """Tokens of a group."""
@@ -29,9 +29,8 @@ def group_stats_shape(rows: int, vocab_size: int) -> tuple[int, int, int]:
     groups: ceil(vocab_size / GROUP_SIZE), up to a multiple of 4, so that each row's maxima and sums
     are whole vectors of 16 bytes. ValueError for numbers that are none of rows and tokens.
     """
-    for name, value, least in (("rows", rows, 0), ("vocab_size", vocab_size, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} = {value!r} is not accepted: an int of at least {least}")
+    rows = check_count("rows", rows, 0)
+    vocab_size = check_count("vocab_size", vocab_size, 1)
     return rows, 2, -(-vocab_size // (GROUP_SIZE * UNIT)) * UNIT
 
 
@@ -43,10 +42,7 @@ def group_stats(logits: Tensor, vocab_size: int) -> Tensor:
     vocab_size: the table's, or -1 for all columns; of padding there must be no statistics.
     ValueError for what is no such thing.
     """
-    check_tensor("logits", logits)
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool):
-        raise ValueError(f"vocab_size = {vocab_size!r} is not accepted: it must be an int")
-    size = check_vocab_size(logits, vocab_size)
+    size = check_vocab_size(logits, check_count("vocab_size", vocab_size, -1))
     rows, _, groups = group_stats_shape(logits.shape[0], size)
     with torch.no_grad():
         padding = groups * GROUP_SIZE - size

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +122,11 @@ class RequestTable:
         }
         if not isinstance(penalties, bool):
             raise ValueError(f"penalties = {penalties!r} is not accepted: it must be a bool")
-        if device is None or torch.device(device).type == "meta":
+        try:
+            self.device = torch.empty(0, device=device).device  # with the index of its tensors
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise ValueError(f"device = {device!r} is not accepted: {error}") from error
+        if device is None or self.device.type == "meta":
             raise ValueError(f"device = {device!r} is not accepted: it must be one that computes")
         checked = {}
         for name, (value, low, high) in sizes.items():
@@ -136,7 +140,6 @@ class RequestTable:
         self.eos_token_ids = tuple(dict.fromkeys(eos_ids.tolist()))
         checked["max_stop_ids"] += len(self.eos_token_ids)
         self.layout = TableLayout(**checked, penalties=int(penalties))
-        self.device = torch.empty(0, device=device).device  # with the index that its tensors have
         max_requests = self.layout.max_requests
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -262,7 +265,9 @@ class RequestTable:
     def update(self, slot: int, params: SamplingParams) -> None:
         """Change the parameters of the request in `slot`, and nothing of its state.
 
-        A seed of None keeps the request's seed. Errors as `admit`; on an error nothing has changed.
+        A seed of None keeps the request's seed. A max_tokens that the answer has reached already is
+        accepted, since only the device knows how long that is: the next step draws one more token,
+        and ends the request by LENGTH. Other errors as `admit`; on an error nothing has changed.
         """
         self._check_process()
         _check_params(params)
@@ -523,6 +528,11 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def check_table(table: object) -> None:
+    if not isinstance(table, RequestTable):
+        raise ValueError(f"table is {type(table).__name__}: it must be a RequestTable")
+
+
 def _check_params(params: object) -> None:
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params is {type(params).__name__}: it must be SamplingParams")
@@ -536,6 +546,13 @@ def _as_seed(seed: int) -> int:
     return value
 
 
+def as_array(name: str, ids: TokenIds) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(ids)
+    except (RuntimeError, TypeError, ValueError) as error:  # ragged lists, tensors with no array
+        raise ValueError(f"{name} must be a flat sequence of integers") from error
+
+
 def _as_ids(name: str, ids: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
     """Token ids as int64 [n]; ValueError unless they are integers in [0, vocab_size)."""
     if isinstance(ids, torch.Tensor):
@@ -543,8 +560,7 @@ def _as_ids(name: str, ids: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
             raise ValueError(f"{name} is on {ids.device}: token ids are given on the CPU")
         if ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"{name} must be a flat sequence of integers")
-        ids = ids.numpy()
-    array = np.asarray(ids)
+    array = as_array(name, ids)
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

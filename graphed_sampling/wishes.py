@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphed_sampling.backends.position_records import Positions
-from graphed_sampling.checks import check_device, check_vector, check_vocab_size
+from graphed_sampling.checks import check_count, check_device, check_vector, check_vocab_size
 from graphed_sampling.layout import TableLayout
 from graphed_sampling.positions import position_layout, scoring_module
 from graphed_sampling.stateless import Filters
@@ -86,8 +86,7 @@ class Wishes:
                 f"[{count}, number of ids]"
             )
         check_device("given_ids", given_ids, device)
-        if not 0 <= top_n <= MAX_TOP_N:
-            raise ValueError(f"top_n = {top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
+        check_count("top_n", top_n, 0, MAX_TOP_N)
         if processed is not None:
             check_vector("processed", processed, count, torch.bool, device)
         named: dict[str, tuple[Tensor | None, float, torch.dtype]] = {

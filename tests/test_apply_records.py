@@ -8,12 +8,16 @@ from helpers import BackendDevice
 from histories import History, used_state
 from test_ops import device_params
 
-from graphed_sampling import RequestTable, Sampler, SamplingParams
+from graphed_sampling import RequestTable, Sampler, SamplingParams, ops
 from graphed_sampling.advance import apply_records
 
 OPS = torch.ops.graphed_sampling
 WRONG = (ValueError, RuntimeError)
 """What is refused: in Python, and in C++, where every error arrives as the latter."""
+
+
+# The op is native where that is built. What stands for it elsewhere is tested always.
+IMPLEMENTATIONS = {"op": OPS.apply_records, "torch": ops._apply_records}
 
 
 def apply(records: torch.Tensor, slots: torch.Tensor, table: RequestTable) -> None:
@@ -80,17 +84,30 @@ def test_rows_that_are_nobodys_change_nothing(device: str) -> None:
     assert torch.equal(used_state(told), before) and not torch.equal(ended, before)
 
 
-def test_what_is_not_accepted() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_not_accepted(implementation: str) -> None:
+    def apply(records: torch.Tensor, slots: torch.Tensor, state: torch.Tensor) -> None:
+        layout = table.layout.to_ints()
+        IMPLEMENTATIONS[implementation](records, slots, state, table.tables, layout)
+
     table = RequestTable(3, 40, device="cpu", seed=1)
     records = torch.zeros(3, table.layout.output_words, dtype=torch.int32)
     slots = torch.zeros(3, dtype=torch.int32)
-    for wrong in (records[:2], records[:, 2:], records.long(), records.t().contiguous().t()):
+    for wrong in (
+        records[0],
+        records[0, 0],
+        records[:2],
+        records[:, 2:],
+        records.long(),
+        records.t().contiguous().t(),
+    ):
         with pytest.raises(WRONG, match="records"):
-            apply(wrong, slots, table)
-    with pytest.raises(WRONG, match="slots"):
-        apply(records, slots.long(), table)
+            apply(wrong, slots, table.state)
+    for wrong in (slots.long(), slots[0], slots.unsqueeze(0)):
+        with pytest.raises(WRONG, match="slots"):
+            apply(records, wrong, table.state)
     with pytest.raises(WRONG, match="state"):
-        OPS.apply_records(records, slots, table.tables, table.tables, table.layout.to_ints())
+        apply(records, slots, table.tables)
 
 
 @pytest.mark.parametrize("device", device_params())

@@ -226,6 +226,7 @@ def refuse(group: dist.ProcessGroup) -> None:
         ("next_token_ids holds 67", {"next_token_ids": ids + V}),
         ("given_ids holds 67", {"given_ids": torch.full((2, 1), V)}),
         ("top_n = -1", {"top_n": -1}),
+        ("top_n = True", {"top_n": True}),
         ("vocab_ranges", {"vocab_ranges": ranges[:2]}),
         ("vocab_ranges", {"vocab_ranges": ((0, 23), (24, 46), (46, V))}),
         ("backend = 'pigeon'", {"backend": "pigeon"}),

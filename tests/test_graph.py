@@ -214,6 +214,9 @@ def test_what_is_not_accepted_raises_before_anything_happens(backend: str, devic
 
     refuses("largest bucket, 4", random_logits(0, 5, device), slots[:5])
     refuses("dtype", good.half(), two)
+    refuses("logits is sparse or nested", good.to_sparse(), two)
+    nested = torch.nested.nested_tensor([*good], layout=torch.jagged)
+    refuses("logits is sparse or nested", nested, two)
     refuses(">= 1000", good[:, :-1], two)
     refuses("columns", torch.zeros(2, V + 1, device=device), two)
     refuses("last dimension must be contiguous", torch.zeros(V, 2, device=device).t(), two)
@@ -232,7 +235,10 @@ def test_what_is_not_accepted_raises_before_anything_happens(backend: str, devic
 def test_construction_names_what_it_does_not_accept() -> None:
     table = make_table("cpu")
     for match, kwargs in (
+        ("table is NoneType", {"table": None}),
         ("backend = 'cake'", {"backend": "cake"}),
+        ("backend = None", {"backend": None}),
+        ("backend = 5", {"backend": 5}),
         ("row_buckets", {"row_buckets": ()}),
         ("row_buckets", {"row_buckets": (0, 1)}),
         ("row_buckets", {"row_buckets": (1.5,)}),
@@ -240,7 +246,7 @@ def test_construction_names_what_it_does_not_accept() -> None:
         ("logits_width", {"logits_width": V - 1}),
     ):
         with pytest.raises(ValueError, match=match):
-            GraphedSampler(table, **kwargs)  # type: ignore[arg-type]
+            GraphedSampler(**({"table": table} | kwargs))  # type: ignore[arg-type]
 
 
 def test_default_buckets_reach_the_table_s_size() -> None:

@@ -137,10 +137,34 @@ def test_it_refuses_what_is_no_such_thing() -> None:
         group_stats([[1.0]], 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"vocab_size = 2\.0"):
         group_stats(torch.zeros(2, 5), 2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="logits is sparse or nested"):
+        group_stats(torch.zeros(2, 5).to_sparse(), 5)
     with pytest.raises(ValueError, match="rows = -1"):
         group_stats_shape(-1, 5)
+    with pytest.raises(ValueError, match="rows = True"):
+        group_stats_shape(True, 5)
     with pytest.raises(ValueError, match="vocab_size = 0"):
         group_stats_shape(1, 0)
+
+
+def test_numbers_may_be_numpy_s() -> None:
+    assert group_stats_shape(np.int64(1), np.int32(5)) == (1, 2, 4)  # type: ignore[arg-type]
+    logits = torch.randn(2, 5)
+    stats = group_stats(logits, np.int64(5))  # type: ignore[arg-type]
+    assert torch.equal(stats, group_stats(logits, 5))
+
+
+def test_compiled_in_full_with_rows_of_any_number() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda logits: group_stats(logits, logits.shape[1]),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for rows in (3, 2):
+        logits = torch.randn(rows, 70)
+        assert torch.equal(compiled(logits), group_stats(logits, 70))
 
 
 # What makes them: tiles of a kernel of Triton's.

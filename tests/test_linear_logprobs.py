@@ -209,6 +209,11 @@ def test_no_second_derivative() -> None:
         ("next_token_ids holds 70", {"next_token_ids": torch.full((N,), V)}),
         ("vocab_size = 71 is not accepted", {"vocab_size": V + 1}),
         ("chunk_rows = -1 is not accepted", {"chunk_rows": -1}),
+        ("chunk_rows = 1.5 is not accepted", {"chunk_rows": 1.5}),
+        ("chunk_rows = True is not accepted", {"chunk_rows": True}),
+        ("top_n = 1.0", {"top_n": 1.0}),
+        ("backend = None is not known", {"backend": None}),
+        ("weight is sparse or nested", {"weight": torch.zeros(V, H).to_sparse()}),
         ("top_n = -1", {"top_n": -1}),
     ],
 )

@@ -17,6 +17,7 @@ from graphed_sampling import (
     SamplingParams,
     backends,
     group_stats,
+    ops,
     philox,
 )
 from graphed_sampling.positions import position_layout
@@ -227,6 +228,16 @@ def test_sample_step_names_the_wrong_argument() -> None:
     assert step.table.positions.tolist() == [0, 0, 0, 0]
 
 
+def test_tensors_on_meta_among_others_are_refused() -> None:
+    """They lead to the op's fake, which would do nothing."""
+    step = Step("cpu", "torch")
+    with pytest.raises(ValueError, match="tensors are on cpu and meta"):
+        OPS.sample_step(*step.arguments(torch.zeros(3, V, device="meta")))
+    seeds = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="position is on cpu"):
+        OPS.philox_words(seeds.to("meta"), seeds)
+
+
 def test_scratch_must_be_one_aligned_piece(device: str) -> None:
     """Kernels write to it by address."""
     backend = next((b for b in usable_backends(device) if b == "triton"), None)
@@ -359,3 +370,23 @@ def test_philox_words_equal_the_definition(device: str) -> None:
         assert [w % 2**64 for w in words] == expected
         plain = philox.words(matrix[:, 0].clone(), matrix[:, 1].clone(), stream)
         assert plain.tolist() == words
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("seed", {"seed": torch.zeros(2, 3).long()}),
+        ("seed", {"seed": torch.zeros(3, dtype=torch.int32)}),
+        ("position", {"position": torch.zeros(1).long()}),
+        ("position", {"position": torch.zeros(3)}),
+        ("position", {"position": torch.zeros(3, 1).long()}),
+    ],
+)
+def test_philox_words_name_the_wrong_argument(name: str, wrong: dict[str, Tensor]) -> None:
+    good = torch.zeros(3, dtype=torch.int64)
+    arguments = {"seed": good, "position": good, **wrong}
+    with pytest.raises(ValueError, match=name):
+        ops._philox_words(**arguments)
+    # In C++ every error is a RuntimeError.
+    with pytest.raises((ValueError, RuntimeError), match=name):
+        OPS.philox_words(**arguments)

@@ -111,6 +111,24 @@ def test_pure_wheel_on_request(tmp_path: Path) -> None:
     assert not [n for n in names if n.endswith(".so") or n.startswith("tests/")]
 
 
+@needs_sources
+def test_a_source_distribution_has_what_its_tests_need(tmp_path: Path) -> None:
+    result = run_python(
+        "setup.py", "-q", "egg_info", "-e", str(tmp_path), GRAPHED_SAMPLING_PURE="1"
+    )
+    assert result.returncode == 0, result.stderr
+    listed = {*(tmp_path / "graphed_sampling.egg-info" / "SOURCES.txt").read_text().splitlines()}
+    needed = [
+        path
+        for folder in ("bench", "csrc", "docs", "examples", "graphed_sampling", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".h", ".cu", ".cpp", ".typed")
+    ]
+    needed += [ROOT / "CMakeLists.txt", *ROOT.glob("*.md")]
+    assert {path.relative_to(ROOT).as_posix() for path in needed} <= listed
+    assert not [name for name in listed if name.endswith((".so", ".o", ".pyc"))]
+
+
 # --- scatter_segments -------------------------------------------------------------------------
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -738,6 +738,38 @@ def test_what_is_no_tensor_is_named() -> None:
             prompt_logprobs(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("top_n = 1.0", {"top_n": 1.0}),
+        ("top_n = True", {"top_n": True}),
+        ("vocab_size = 2.5", {"vocab_size": 2.5}),
+        ("backend = None is not known", {"backend": None}),
+        ("logits is sparse or nested", {"logits": torch.zeros(2, V).to_sparse()}),
+    ],
+)
+def test_what_the_ops_would_not_name_is_named(match: str, change: Change) -> None:
+    arguments = {"logits": torch.zeros(2, V), "next_token_ids": torch.zeros(2).long(), **change}
+    with pytest.raises(ValueError, match=match):
+        prompt_logprobs(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("rows = -1", {"rows": -1}),
+        ("rows = True", {"rows": True}),
+        ("top_n = 2.0", {"top_n": 2.0}),
+        ("top_n = 1025", {"top_n": 1025}),
+        ("num_given = -1", {"num_given": -1}),
+    ],
+)
+def test_records_of_no_size(match: str, change: Change) -> None:
+    arguments = {"rows": 2, "device": "cpu", **change}
+    with pytest.raises(ValueError, match=match):
+        new_prompt_output(**arguments)
+
+
 def test_the_out_op_names_a_wrong_record() -> None:
     logits, tokens = torch.zeros(3, V), torch.zeros(3).long()
     for wrong in (

@@ -259,7 +259,6 @@ def test_logprobs_are_json_where_they_are_infinite(server: Running) -> None:
         ({"max_tokens": 0}, "max_tokens", "max_tokens = 0 is not accepted"),
         ({"max_tokens": "many"}, "max_tokens", "max_tokens: "),
         ({"temperature": -1}, "temperature", "temperature = -1"),
-        ({"temperature": None}, "temperature", "temperature: "),
         ({"top_p": 0}, "top_p", "top_p = 0"),
         ({"top_p": 2}, "top_p", "top_p = 2"),
         ({"n": 0}, "n", "n = 0"),
@@ -284,6 +283,8 @@ def test_logprobs_are_json_where_they_are_infinite(server: Running) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "no xgrammar"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
         ({"nonsense": 1}, "nonsense", "nonsense: "),
+        ({"nonsense": None}, "nonsense", "nonsense: "),
+        ({"prompt": None}, "prompt", "prompt: "),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
@@ -296,6 +297,27 @@ def test_bad_input_gets_400_with_the_field(
     assert answer["error"]["param"] == field and message in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error"
     assert server.loop.totals.requests == before or server.loop.num_active == 0
+
+
+def test_null_is_as_good_as_nothing(server: Running) -> None:
+    names = ["temperature", "top_p", "n", "max_tokens", "stream", "echo", "frequency_penalty"]
+    names += ["presence_penalty", "logit_bias", "model", "stop", "top_k", "stop_token_ids"]
+    asked = {"prompt": "ab", "seed": 5}
+    answers = [
+        server.post(json.dumps(asked | dict.fromkeys(nulls)).encode()) for nulls in ([], names)
+    ]
+    assert [status for status, _ in answers] == [200, 200]
+    assert answers[0][1]["choices"] == answers[1][1]["choices"]
+
+
+def test_a_body_that_is_not_said_to_be_json(server: Running) -> None:
+    for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+        response = server.client()._client.post(
+            f"{server.url}/v1/completions", content=b'{"prompt": "ab"}', headers=headers
+        )
+        assert response.status_code == 415
+        assert "Content-Type is" in response.json()["error"]["message"]
+        assert "application/json" in response.json()["error"]["message"]
 
 
 def test_other_refusals(server: Running) -> None:
@@ -329,6 +351,10 @@ def test_health_models_metrics(server: Running) -> None:
     server.client().completions.create(model=MODEL, prompt="ab", max_tokens=2)
     assert server.get("/health") == (200, '{"status":"ok"}')
     assert [model.id for model in server.client().models.list()] == [MODEL]
+    assert server.client().models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="'some/model' is not served here") as caught:
+        server.client().models.retrieve("some/model")
+    assert caught.value.param == "model"
     status, text = server.get("/metrics")
     assert status == 200
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -395,8 +421,9 @@ def test_a_failed_loop_is_unwell_and_says_so() -> None:
         server.model.fail_at = 2
         with pytest.raises(openai.APIError, match="device-side assert"):
             list(server.client().completions.create(model=MODEL, prompt="ab", stream=True))
-        with pytest.raises(openai.InternalServerError, match="device-side assert"):
+        with pytest.raises(openai.InternalServerError, match="device-side assert") as caught:
             server.client().completions.create(model=MODEL, prompt="ab")
+        assert caught.value.status_code == 503
         assert server.get("/health")[0] == 503
 
 
@@ -419,6 +446,50 @@ def test_rows_that_are_none_are_no_answers(value: float, message: str, prompt: A
         until(lambda: server.table.num_free_slots == 4)
         server.model.logits[:] = 0
         assert create(model=MODEL, prompt="ab").choices
+
+
+class Grammars:
+    """Of one grammar, its own matcher: it allows anything, and then may refuse what was drawn."""
+
+    def __init__(self, accepts: bool) -> None:
+        self._accepts = accepts
+
+    async def compile(self, schema: object) -> Any:
+        return lambda: self
+
+    def accept_token(self, token_id: int, /) -> bool:
+        return self._accepts
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0, /) -> bool:
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("wrong", ["row", "grammar", "decoder"])
+def test_what_goes_wrong_with_one_request_is_no_failure_of_the_loop(wrong: str) -> None:
+    class Broken:
+        def push(self, token_id: int) -> str:
+            raise ValueError("no such token in the decoder")
+
+        def flush(self) -> str:
+            return ""
+
+    messages = {
+        "row": "no token was left to draw",
+        "grammar": "the grammar does not allow",
+        "decoder": "no such token in the decoder",
+    }
+    with Running(grammars=Grammars(accepts=wrong != "grammar")) as server:
+        if wrong == "row":
+            server.model.logits[:] = -math.inf
+        if wrong == "decoder":
+            server.loop._new_decoder = Broken
+        asked = {"prompt": "ab", "response_format": {"type": "json_object"}}
+        status, answer = server.post(json.dumps(asked).encode())
+        assert status == 500 and messages[wrong] in answer["error"]["message"]
+        assert server.get("/health")[0] == 200
 
 
 def test_a_json_schema() -> None:
@@ -475,8 +546,9 @@ def test_a_server_that_ends_lets_requests_end_and_takes_no_more() -> None:
         )
         server.server.should_exit = True
         until(lambda: server.loop._draining)
-        with pytest.raises(openai.InternalServerError, match="takes no more requests"):
+        with pytest.raises(openai.InternalServerError, match="takes no more requests") as caught:
             client.completions.create(model=MODEL, prompt="ab")
+        assert caught.value.status_code == 503
         status, answer = server.get("/health")
         assert status == 503 and "takes no more requests" in answer
         server.model.gate.set()

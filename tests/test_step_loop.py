@@ -643,6 +643,7 @@ def test_refusals_come_before_anything_is_queued() -> None:
         refused: list[tuple[Any, ...]] = [
             ([], params, {}, "prompt_token_ids must be"),
             ([[1]], params, {}, "prompt_token_ids must be"),
+            ([[1], [1, 2]], params, {}, "prompt_token_ids must be"),
             ([1.5], params, {}, "prompt_token_ids must be"),
             ([VOCAB_SIZE], params, {}, f"holds the id {VOCAB_SIZE}"),
             ([-1], params, {}, "holds the id -1"),
@@ -704,6 +705,8 @@ def test_loops_that_are_none(options: dict[str, Any], message: str) -> None:
 def test_tables_that_do_not_serve() -> None:
     table = RequestTable(2, VOCAB_SIZE, device="cpu")
     other = Sampler(RequestTable(2, VOCAB_SIZE, device="cpu"), "torch")
+    with pytest.raises(ValueError, match="table is NoneType"):
+        StepLoop(None, other, LoopModel(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sampler belongs to another table"):
         StepLoop(table, other, LoopModel(2))
     table.admit(SamplingParams())

@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from graphed_sampling import IncrementalDecoder
@@ -68,6 +68,30 @@ def test_bytes_become_text_without_half_characters(text: str, _seed: int) -> Non
     assert decoder.flush() == ""
 
 
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=3),
+            st.lists(st.integers(128, 255), min_size=10, max_size=30).map(bytes),
+            st.sampled_from([letter.encode() for letter in "aé€😀"]),
+        ),
+        max_size=8,
+    ).map(b"".join),
+    st.integers(1, 3),
+)
+@example(b"\xff" * 15 + "😀".encode(), 1)
+@example(b"\xff" * 14 + "😀".encode() + b"\xff" * 30 + "é".encode(), 1)
+def test_broken_bytes_take_no_character_with_them(text: bytes, bytes_of_a_token: int) -> None:
+    tokens = [text[i : i + bytes_of_a_token] for i in range(0, len(text), bytes_of_a_token)]
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(tokens[i] for i in ids).decode(errors="replace")
+
+    decoder = IncrementalDecoder(decode)
+    pieces = [decoder.push(i) for i in range(len(tokens))]
+    assert "".join(pieces) + decoder.flush() == text.decode(errors="replace")
+
+
 def test_spaces_that_depend_on_the_token_before() -> None:
     words = ["", "one", "two", "three"]
 
@@ -84,8 +108,8 @@ def test_bytes_that_never_become_a_character_are_shown_in_the_end() -> None:
     assert decoder.flush() == "\ufffd"
     assert decoder.flush() == ""
     pieces = [decoder.push(0x80) for _ in range(15)] + [decoder.push(0xE2)]
-    assert pieces[:15] == [""] * 15 and pieces[15] == "\ufffd" * 16
-    assert [decoder.push(i) for i in b"\x82\x80a"] == ["", "", "\ufffd\ufffda"]
+    assert pieces[:15] == [""] * 15 and pieces[15] == "\ufffd" * 15
+    assert [decoder.push(i) for i in b"\x82\x80a"] == ["", "\u2080", "a"]
 
 
 @pytest.mark.parametrize("stop", [["a", ""], ["a", 3], b"ab", 7, [str(i) for i in range(17)], None])

@@ -24,7 +24,7 @@ from graphed_sampling import (
     new_output,
     new_scratch,
 )
-from graphed_sampling.layout import HEADER_WORDS, Param, ParamFlags, State
+from graphed_sampling.layout import HEADER_WORDS, FinishReason, Param, ParamFlags, State
 from graphed_sampling.sampler import StepInputs
 from graphed_sampling.staging import DESCRIPTOR_WORDS
 
@@ -152,12 +152,31 @@ def test_generations_tell_the_tenants_of_a_slot_apart(device: str) -> None:
         ("penalties = 'no'", {"penalties": "no"}),
         ("device = None", {"device": None}),
         ("device = 'meta'", {"device": "meta"}),
+        ("device = 'foo'", {"device": "foo"}),
+        ("device = 'cuda:99'", {"device": "cuda:99"}),
+        ("device = 99", {"device": 99}),
+        ("device = 1.5", {"device": 1.5}),
     ],
 )
 def test_tables_name_what_they_do_not_accept(match: str, kwargs: dict[str, object]) -> None:
     arguments: dict[str, object] = {"max_requests": 2, "vocab_size": V, "device": "cpu", **kwargs}
     with pytest.raises(ValueError, match=match):
         RequestTable(**arguments)  # type: ignore[arg-type]
+
+
+def test_samplers_and_their_memory_name_what_they_do_not_accept() -> None:
+    table: Any = make_table()
+    wrong: Any
+    for wrong in (None, 5, ["torch"]):
+        with pytest.raises(ValueError, match="is not known; there are cpu"):
+            Sampler(table, wrong)
+        with pytest.raises(ValueError, match="table is "):
+            Sampler(wrong)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=f"rows = {wrong}"):
+            new_output(table, wrong)
+        with pytest.raises(ValueError, match=f"rows = {wrong}"):
+            new_scratch(table, "torch", wrong)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +240,8 @@ def test_a_table_without_penalties_has_no_counts_and_says_so(name: str) -> None:
         ("prompt_token_ids holds the id -1", ([1, -1],), {}),
         ("prompt_token_ids must be", ([1.0],), {}),
         ("prompt_token_ids must be", ([[1]],), {}),
+        ("prompt_token_ids must be", ([[1], [1, 2]],), {}),
+        ("prompt_token_ids must be", (torch.tensor([1, 2]).to_sparse(),), {}),
         ("prompt_token_ids must be", (torch.tensor([1.0], dtype=torch.bfloat16),), {}),
         ("prompt_token_ids must be", (torch.tensor([1.0], requires_grad=True),), {}),
         ("output_token_ids holds the id 100", ((),), {"output_token_ids": [100]}),
@@ -410,6 +431,18 @@ def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None
     assert torch.equal(table.tables, tables)
     with pytest.raises(ValueError, match="slot = 3"):
         table.update(3, SamplingParams())
+
+
+def test_a_lower_max_tokens_ends_the_request_at_once(device: str) -> None:
+    table = make_table(device)
+    slot = table.admit(SamplingParams(temperature=0.0, max_tokens=9), [1], output_token_ids=[2, 3])
+    sampler = Sampler(table)
+    logits, slots = torch.zeros(1, V, device=device), torch.tensor([slot], dtype=torch.int32)
+    for _ in range(3):
+        assert sampler(logits, slots).finish_reason.tolist() == [FinishReason.NONE]
+    table.update(slot, SamplingParams(temperature=0.0, max_tokens=2))
+    assert sampler(logits, slots).finish_reason.tolist() == [FinishReason.LENGTH]
+    assert table.positions[slot] == 7
 
 
 def test_requests_without_a_seed_get_the_table_s_own_stream() -> None:

@@ -47,6 +47,12 @@ NAMES = ("cpu", "cuda", "triton", "torch", "flashinfer")
 """Every backend, in the order in which `auto` tries them."""
 
 
+def check_name(name: object) -> None:
+    """ValueError unless it is a string; whether a backend has it, `module` finds."""
+    if not isinstance(name, str):
+        raise ValueError(f"backend = {name!r} is not known; there are {', '.join(NAMES)}")
+
+
 @functools.cache
 def module(name: str) -> Any:
     """The backend's module, imported on first use; with options, what stands for it.
@@ -77,6 +83,7 @@ def with_options(name: str, options: Mapping[str, str]) -> str:
 
 def resolve(name: str, device: Device) -> str:
     """The name of the backend that serves `device`; "auto" takes the first that is usable."""
+    check_name(name)
     if name == "auto":
         # On the CPU these only run in an interpreter and an emulation, for those who ask for them.
         names = [n for n in NAMES if n not in ("cuda", "triton") or device.type != "cpu"]

@@ -1,12 +1,12 @@
 """An example server: OpenAI's `/v1/completions` over a `StepLoop`.
 
     POST /v1/completions   streaming or not; the parameters of OpenAI and those of `SamplingParams`
-    GET  /v1/models        the one model
+    GET  /v1/models        the one model; /v1/models/NAME too
     GET  /health           503 once the loop has failed, or takes no more requests
     GET  /metrics          for Prometheus
 
-What is not accepted gets 400 with the field in `param`, a body that is too large 413, and a full
-queue 429. A client that goes away frees its slots.
+What is not accepted gets 400 with the field in `param`, a body that is too large 413, one that is
+not said to be JSON 415, and a full queue 429. A client that goes away frees its slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from graphed_sampling import (
@@ -96,7 +96,7 @@ class ResponseFormat(BaseModel):
 class CompletionRequest(BaseModel):
     """OpenAI's fields, then those of `SamplingParams` under their own names.
 
-    Values are checked where they are used: here only their types are.
+    Values are checked where they are used: here only their types are. A null is as good as nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -135,6 +135,13 @@ class CompletionRequest(BaseModel):
     bad_words_ids: list[list[int]] = []
     allowed_token_ids: list[int] | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {k: v for k, v in body.items() if v is not None or k not in cls.model_fields}
 
 
 _NO_PARAMS: Final = {
@@ -220,11 +227,14 @@ def make_app(
     service = _Service(loop, tokenizer, model_name, grammars, limits)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_type(_request: Request, error: RequestValidationError) -> JSONResponse:
+    async def wrong_type(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             reason = first.get("ctx", {}).get("error", first["msg"])
             return _error(400, f"the body is not JSON: {reason}", None)
+        if isinstance(error.body, bytes):  # by its header it is something else
+            said = request.headers.get("content-type")
+            return _error(415, f"Content-Type is {said!r}: it must be application/json", None)
         # ("body", "stop", "list[str]", 0): the field, without the branches of its union.
         names = [str(part) for part in first["loc"][1:2]]
         return _error(
@@ -241,7 +251,10 @@ def make_app(
 
     @app.exception_handler(StepLoopError)
     async def failed(_request: Request, error: StepLoopError) -> JSONResponse:
-        return _error(503, str(error), None)
+        # What went wrong with one request is its cause; else it is the loop that serves no one.
+        cause = error.__cause__
+        of_loop = cause in (None, loop.failure) or isinstance(cause, StepLoopError)
+        return _error(503 if of_loop else 500, str(error), None)
 
     @app.exception_handler(RowError)
     async def no_row(_request: Request, error: RowError) -> JSONResponse:
@@ -260,10 +273,16 @@ def make_app(
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
+    model = {"id": model_name, "object": "model", "created": 0, "owned_by": "graphed-sampling"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": model_name, "object": "model", "created": 0, "owned_by": "graphed-sampling"}
         return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model_of(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -332,10 +351,14 @@ class _Service:
         self._grammars = grammars
         self._limits = limits
 
+    def check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise FieldError("model", f"model {name!r} is not served here", 404)
+
     async def begin(self, body: CompletionRequest) -> tuple[list[DeltaStream], _Usage]:
         """The streams of all prompts; FieldError, with nothing queued, for what is not accepted."""
-        if body.model not in (None, self._model_name):
-            raise FieldError("model", f"model {body.model!r} is not served here", 404)
+        if body.model is not None:
+            self.check_model(body.model)
         prompts = self._prompts(body.prompt)
         most = self._limits.choices
         if not 1 <= body.n <= most or len(prompts) * body.n > most:

@@ -67,6 +67,7 @@ def vocab_parallel_prompt_logprobs(
         checks.check_tensor(name, value)
     ranges = check_vocab_ranges(None, group.size(), None, vocab_ranges)
     start, end = ranges[group.rank()]
+    top_n = checks.check_count("top_n", top_n, 0, MAX_TOP_N)
     shard = _Shard(group, ranges[-1][1], start, end, top_n, rank, entropy, backend)
     if given_ids is None:
         given_ids = next_token_ids.new_empty(next_token_ids.numel(), 0)
@@ -162,8 +163,6 @@ def _check(
 ) -> Positions:
     """The positions, with ids of the whole vocabulary."""
     checks.check_logits(logits, shard.end - shard.start)
-    if not 0 <= shard.top_n <= MAX_TOP_N:
-        raise ValueError(f"top_n = {shard.top_n} is not accepted: it must be in [0, {MAX_TOP_N}]")
     # Of a shard without tokens too.
     asked = Wishes.check_rows(
         logits, shard.vocab_size, shard.backend, next_token_ids, rows, num_rows, given_ids,

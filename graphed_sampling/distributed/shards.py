@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from graphed_sampling.params import as_int
 
@@ -48,6 +48,9 @@ def check_vocab_ranges(
     rank and they follow each other without gaps from 0 to vocab_size, or for None to anywhere."""
     if shard_sizes is not None and vocab_ranges is not None:
         raise ValueError("shard_sizes and vocab_ranges say the same: give one of them")
+    for name, asked in (("shard_sizes", shard_sizes), ("vocab_ranges", vocab_ranges)):
+        if asked is not None and not isinstance(asked, Iterable):
+            raise ValueError(f"{name} = {asked!r} is not accepted: one for each rank")
     ranges: VocabRanges
     if shard_sizes is not None:
         name, given = "shard_sizes", str(list(shard_sizes))

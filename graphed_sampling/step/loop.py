@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphed_sampling.checks import check_count
 from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.sampler import StepOutput
@@ -51,11 +52,10 @@ from graphed_sampling.step.text import (
     StopAutomaton,
     StopStrings,
     TokenDecoder,
-    check_count,
     check_stop_strings,
 )
 from graphed_sampling.step.trace import LoopTotals, Tracer
-from graphed_sampling.table import RequestTable, device_guard
+from graphed_sampling.table import RequestTable, check_table, device_guard
 
 SLICE_SECONDS: Final = 0.0005
 """Bookkeeping yields to the event loop at least so often."""
@@ -143,6 +143,7 @@ class StepLoop:
         wait: Wait = "auto",
         tracer: Tracer | None = None,
     ) -> None:
+        check_table(table)
         if table.num_free_slots != table.max_requests:
             raise ValueError("table holds requests already: a StepLoop admits its own")
         owner = _OWNERS.get(table)

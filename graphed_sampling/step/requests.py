@@ -15,6 +15,7 @@ from torch import Tensor
 from graphed_sampling.layout import FinishReason, RowFlags
 from graphed_sampling.params import SamplingParams
 from graphed_sampling.step.text import StopStrings, TokenDecoder
+from graphed_sampling.table import as_array
 
 
 class StepLoopError(RuntimeError):
@@ -254,7 +255,7 @@ def _cancel_soon(
 
 def as_prompt(prompt_token_ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     """A prompt as an array; what is in it is checked by the table."""
-    prompt = np.asarray(prompt_token_ids)
+    prompt = as_array("prompt_token_ids", prompt_token_ids)
     if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype.kind not in "iu":
         raise ValueError("prompt_token_ids must be a flat sequence of at least one token id")
     return prompt.astype(np.int64)

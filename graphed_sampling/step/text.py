@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from graphed_sampling.params import as_int
-
 _UNFINISHED: Final = "\ufffd"  # what decoders put for the first bytes of a character
-_LONGEST_UNFINISHED: Final = 16  # tokens: no character is that long, so those bytes are broken
+_LONGEST_UNFINISHED: Final = 16  # tokens: no character is that long, so the first bytes are broken
 
 
 class TokenDecoder(Protocol):
@@ -41,9 +39,24 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        if text.endswith(_UNFINISHED) and len(self._pending) < _LONGEST_UNFINISHED:
+        if not text.endswith(_UNFINISHED):
+            return self._emit(text)
+        if len(self._pending) < _LONGEST_UNFINISHED:
             return ""
-        return self._emit(text)
+        broken, begun = self._parted(text)
+        new = self._emit(broken)
+        self._pending = begun
+        return new
+
+    def _parted(self, text: str) -> tuple[str, list[int]]:
+        """Text that ends with broken bytes, without what the last tokens have of it; and these: as
+        few as leave the text as it is, for they may be the first bytes of a character."""
+        for first in range(len(self._pending) - 1, 0, -1):
+            broken = self._decode(self._context + self._pending[:first])
+            begun = self._pending[first:]
+            if broken.endswith(_UNFINISHED) and broken + self._decode(begun) == text:
+                return broken, begun
+        return text, []
 
     def flush(self) -> str:
         return self._emit(self._decode(self._context + self._pending)) if self._pending else ""
@@ -153,11 +166,3 @@ def check_stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]
             f"stop has a string of {length} characters: at most {longest} are accepted"
         )
     return tuple(dict.fromkeys(stops))
-
-
-def check_count(name: str, value: object, low: int) -> int:
-    """`value` as an int; ValueError unless it is an integer >= low."""
-    number = as_int(name, value, f"an integer >= {low}")
-    if number < low:
-        raise ValueError(f"{name} = {number} is not accepted: it must be an integer >= {low}")
-    return number
