@@ -234,7 +234,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const Statistics at = statistics_from(statistics, scratch_statistics, scratch);
   Task& task = shared.task;
   const float scale = __int_as_float(parameter(kParamScale));
-  // Greedy rows, and those with a top_k that a list holds, take no second pass.
+  // Greedy rows, and those with a top_k that a list holds, take no second pass as a rule.
   const int top_k = parameter(kParamTopK);
   const bool lists_suffice =
       top_k > 0 && top_k <= kMaxListedTopK && !(__int_as_float(parameter(kParamTopNSigma)) > 0.0f);

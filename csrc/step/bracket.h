@@ -30,6 +30,7 @@ __device__ inline int ask_others(Shared& shared, Block& block, Part part, const 
     for (int i = block.thread(); i < (blocks - 1) * kWords; i += kThreads) {
       of_block(words, static_cast<unsigned>(1 + i / kWords))[i % kWords] = words[i % kWords];
     }
+    __syncwarp();
     cluster_arrive();
   }
   return blocks;
@@ -38,6 +39,7 @@ __device__ inline int ask_others(Shared& shared, Block& block, Part part, const 
 // Until the others are through, too.
 __device__ inline void join(int blocks) {
   if (blocks == 1) return;
+  __syncwarp();
   cluster_wait();
   cluster_arrive();
   cluster_wait();
@@ -106,19 +108,27 @@ __device__ __noinline__ int64_t weigh_tokens(int first, int step) {
           sampled == groups ? place / kPieces : place / kPieces * groups / sampled;
       return static_cast<int>(group * kGroup + place % kPieces * kPiece);
     };
+    int tokens[kAtOnce];
     Pack<Logits> packs[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) packs[i] = load_pack<Logits>(row, first_of(i));
+    for (int i = 0; i < kAtOnce; ++i) {
+      tokens[i] = first_of(i);
+      packs[i] = load_pack<Logits>(row, tokens[i]);
+    }
     // A loop, whose instructions come once, through which the packs move on.
 #pragma unroll 1
     for (int i = 0; i < kAtOnce && begin + i * step < pieces; ++i) {
+      const int token = tokens[0];
       float y[kPiece];
-      y_of_pack<Logits>(row, packs[0], first_of(i), y);
+      y_of_pack<Logits>(row, packs[0], token, y);
 #pragma unroll
-      for (int j = 0; j < kAtOnce - 1; ++j) packs[j] = packs[j + 1];
+      for (int j = 0; j < kAtOnce - 1; ++j) {
+        packs[j] = packs[j + 1];
+        tokens[j] = tokens[j + 1];
+      }
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
-        if (!kept.holds(y[j], first_of(i) + j)) continue;
+        if (!kept.holds(y[j], token + j)) continue;
         const float z = z_of(y[j], kept.highest, scale);
         const float key = weighing.by_distance ? -fabsf(weighing.mean - z) : z;
         if (key > bins.high) continue;
@@ -155,9 +165,11 @@ __device__ inline void help_weighing(Shared& shared, Block& block, int rank, int
   __syncthreads();
   add_to_asker(shared, block, 0,
                weigh_tokens<Logits>(rank * kThreads + block.thread(), blocks * kThreads));
-  const int kinds = shared.request.weighing.by_distance ? 2 : 1;
-  for (int i = block.thread(); i < kinds * kFineBins; i += kThreads) {
-    uint32_t* bin = &shared.fine_bins[i / kFineBins][i % kFineBins];
+  // Each block begins somewhere else, so that not all add to the same bins.
+  const int number = (shared.request.weighing.by_distance ? 2 : 1) * kFineBins;
+  for (int i = block.thread(); i < number; i += kThreads) {
+    const int place = (i + rank * (number / blocks)) % number;
+    uint32_t* bin = &shared.fine_bins[place / kFineBins][place % kFineBins];
     if (*bin > 0) atomicAdd(of_block(bin, 0u), *bin);
   }
 }
@@ -181,7 +193,6 @@ __device__ __noinline__ Range bracket_of(Shared& shared, Block& block, const Kep
   // hardly wider than a bin.
   constexpr float kEnoughBins = 8.0f, kFewTokens = kBracketed / 4;
   constexpr int kRounds = 2;
-  bool is_below = false;
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
     const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
@@ -231,11 +242,12 @@ __device__ __noinline__ Range bracket_of(Shared& shared, Block& block, const Kep
       if (below - error >= budget) high_bin = static_cast<float>(first + i + 1);
     }
     const Range found = block.range(low_bin, high_bin);
-    if (weighing.by_count && !is_below && found.high == static_cast<float>(kFineBins)) {
-      // It lies below all bins.
-      is_below = true;
+    if (weighing.by_count && found.high == static_cast<float>(kFineBins) &&
+        weighing.low > weighing.least) {
+      // It lies below all bins: on towards the least, of which there may be some far below the
+      // rest.
       weighing.high = weighing.low;
-      weighing.low = weighing.least;
+      weighing.low = fmaxf(8.0f * weighing.low, weighing.least);
       --round;
       continue;
     }

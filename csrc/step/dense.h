@@ -121,6 +121,7 @@ __device__ __noinline__ void help_finishing() {
   Shared& shared = the_shared();
   Block block = {0};
   for (;;) {
+    __syncwarp();
     cluster_arrive();
     cluster_wait();
     const Part part = shared.request.part;
@@ -137,6 +138,7 @@ __device__ __noinline__ void help_finishing() {
     }
     // Every thread has looked at the request: the sums have a barrier.
     if (block.thread() == 0) shared.request.part = Part::kNone;
+    __syncwarp();
     cluster_arrive();
     cluster_wait();
   }

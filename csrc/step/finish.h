@@ -125,8 +125,9 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
       bound = fmaxf(bound, round_down(static_cast<double>(task.largest) + offset));
     }
     if (sigma > 0.0f) {
-      const float least = round_up(sigma_bound<Logits>(shared, block, sigma));
-      bound = fmaxf(bound, fminf(least, task.largest));
+      const float least = fminf(round_up(sigma_bound<Logits>(shared, block, sigma)), task.largest);
+      if (block.thread() == 0) task.sigma_bound = least;
+      bound = fmaxf(bound, least);
     }
     if (top_k > 0 && top_k <= kMaxListedTopK) {
       bound = fmaxf(bound, top_bound(shared, block, maxima, task.largest, top_k));
@@ -165,7 +166,8 @@ __device__ __noinline__ bool finish_flat() {
   const Owned owned(task.groups, block.thread());
   const float* maxima = the_statistics();
   const float* sums = maxima + task.groups;
-  if (wishes.raw) {
+  // Of a row with lists the usual way has left them, before its statistics became those of y.
+  if (wishes.raw && !task.row.has(kLists)) {
     leave_parts(shared, block, owned, wishes.split ? task.at.raw_maxima : maxima,
                 wishes.split || wishes.both ? task.at.raw_sums : sums, task.raw_largest);
   }

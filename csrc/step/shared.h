@@ -40,6 +40,7 @@ struct Task {
   int64_t total;                 // mass of y at the row's temperature, where that is wanted
   bool raw_known;                // whether raw_largest and Shared::raw_log are
   bool flat;                     // whether its bracket, tried early, did not hold the cut
+  float sigma_bound;             // of top_n_sigma, where that is asked for
   uint64_t word;                 // of the draw
   int32_t header[kHeaderWords];  // of the parameters
   int32_t state[kStateRecent];   // before the step, without the recent tokens

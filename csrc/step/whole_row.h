@@ -1,4 +1,4 @@
-// All filters and the draw by going over a whole row: slow, for what nothing else can do.
+// All filters and the draw by surveys of a whole row, for what no list of candidates holds.
 #pragma once
 
 #include "bracket.h"
@@ -126,8 +126,10 @@ __device__ inline void help_surveying(Shared& shared, Block& block, int rank, in
   const RowSums sums = survey_tokens<Logits>(rank * kThreads + block.thread(), blocks * kThreads,
                                              of_block(&shared.count, 0u));
   add_to_asker(shared, block, 0, sums.number);
-  add_to_asker(shared, block, 1, sums.mass);
-  add_to_asker(shared, block, 2, sums.moment);
+  if (shared.request.survey.measure != Measure::kNothing) {
+    add_to_asker(shared, block, 1, sums.mass);
+    if (shared.request.survey.moments) add_to_asker(shared, block, 2, sums.moment);
+  }
   const Range range = block.range(sums.lowest, sums.highest);
   if (block.thread() == 0) {
     atomicMin(of_block(&shared.lowest_key, 0u), key_of(range.low));
@@ -164,6 +166,11 @@ __device__ inline Survey survey_of(Measure measure, float low = kNegInf, float h
   return {measure, false, false, low, high, kInf, kInf, 0.0, 1.0};
 }
 
+// A little below the z of y, which is from `highest`.
+__device__ inline float below_z(float y, float highest, float scale) {
+  return fmaxf(z_of(y, highest, scale), -1e30f) * 1.01f - 1e-6f;
+}
+
 // Keeps, of what is kept, the best that weigh `target`, or by_count are as many. sums: of all of
 // it.
 template <class Logits>
@@ -182,13 +189,11 @@ __device__ __noinline__ Kept row_cut(Shared& shared, Block& block, const Kept ke
     // In units of the largest weight, or of tokens.
     const double unit = by_count ? 1.0 : static_cast<double>(kOne);
     const auto budget = static_cast<float>(static_cast<double>(all - target) / unit);
-    Weighing weighing = {task.groups, least_z(budget, task.row.vocab)};
+    const float least = below_z(sums.lowest, kept.highest, task.row.scale);
+    Weighing weighing = {task.groups, fmaxf(least, least_z(budget, task.row.vocab))};
     if (by_count) {
-      // Most cuts lie above the first; nothing lies below the second.
-      weighing.low = -64.0f;
-      weighing.least =
-          fmaxf(z_of(sums.lowest, kept.highest, task.row.scale), -1e30f) * 1.01f - 1.0f;
-      weighing.low = fmaxf(weighing.low, weighing.least);
+      weighing.low = fmaxf(least, -64.0f);  // most cuts lie above it
+      weighing.least = least;
       weighing.by_count = true;
     }
     const Range keys = bracket_of<Logits>(shared, block, kept, budget, weighing);
@@ -280,24 +285,26 @@ __device__ inline float lowest_y(float high, Holds holds) {
   return end > key_of(high) ? kInf : from_key(static_cast<int32_t>(end));
 }
 
-// The least distance of z from `mean` within which kept tokens weigh `target` of their mass `all`.
-// Negative where this way does not tell.
+// The least distance of z from `mean` within which kept tokens weigh `target`; sums: of all of
+// them. Negative where this way does not tell.
 template <class Logits>
 __device__ __noinline__ double reach_in_row(Shared& shared, Block& block, const Kept kept,
-                                            int64_t all, int64_t target, double mean) {
+                                            const RowSums sums, int64_t target, double mean) {
   Task& task = shared.task;
   constexpr double kUnknown = -1.0;
-  if (task.row.vocab <= kListed || target >= all) return kUnknown;
+  if (task.row.vocab <= kListed || target >= sums.mass) return kUnknown;
   const double scale = load_f64(task.row.params + kParamWideScale);
   const double highest = static_cast<double>(kept.highest);
   const auto distance_of = [&](float y) {
     return fabs(mean - (static_cast<double>(y) - highest) * scale);
   };
-  const auto budget = static_cast<float>(static_cast<double>(all - target) / kOne);
+  const auto budget = static_cast<float>(static_cast<double>(sums.mass - target) / kOne);
   const auto narrow_mean = static_cast<float>(mean);
   // Farther than the highest, and than tokens of which all together do not weigh the budget, it
   // does not reach.
-  const float farthest = fmaxf(-narrow_mean, narrow_mean - least_z(budget, task.row.vocab)) + 1.0f;
+  const float lowest =
+      fmaxf(least_z(budget, task.row.vocab), below_z(sums.lowest, kept.highest, task.row.scale));
+  const float farthest = fmaxf(-narrow_mean, narrow_mean - lowest) * 1.01f + 1e-6f;
   Weighing weighing = {task.groups, -farthest};
   weighing.by_distance = true;
   weighing.mean = narrow_mean;
@@ -353,7 +360,7 @@ __device__ __noinline__ Kept row_typical(Shared& shared, Block& block, const Kep
   const double mean = static_cast<double>(sums.moment) / static_cast<double>(sums.mass);
   const int64_t target = target_of(typical, sums.mass);
   const auto z_at = [&](float y) { return (static_cast<double>(y) - highest) * scale; };
-  double reach = reach_in_row<Logits>(shared, block, kept, sums.mass, target, mean);
+  double reach = reach_in_row<Logits>(shared, block, kept, sums, target, mean);
   if (reach < 0.0) {
     if (block.thread() == 0) *task.way = kBitByBit;
     reach = smallest_reach(block, target, [&](double within) {
@@ -402,10 +409,9 @@ __device__ __noinline__ Selection select_from_row(Shared& shared, Block& block) 
     survey.by_group = by_group;
     return take_survey<Logits>(shared, block, kept, survey);
   };
-  const float sigma = load_f32(params + kParamTopNSigma);
-  if (!task.row.has(kGreedy) && sigma > 0.0f && task.row.special == kNormal) {
-    const float bound = round_up(sigma_bound<Logits>(shared, block, sigma));
-    kept.lowest = fmaxf(kept.lowest, fminf(bound, task.largest));
+  if (!task.row.has(kGreedy) && load_f32(params + kParamTopNSigma) > 0.0f &&
+      task.row.special == kNormal) {
+    kept.lowest = fmaxf(kept.lowest, task.sigma_bound);  // lists have been tried with it
   }
   if (!task.row.has(kGreedy) && load_f32(params + kParamMinP) > 0.0f) {
     const double offset = load_f64(params + kParamMinPOffset);
@@ -439,7 +445,6 @@ __device__ __noinline__ Selection select_from_row(Shared& shared, Block& block) 
     kept = row_reaching(task, kept, bound);
   }
   const RowSums sums = sums_of_kept(Measure::kWeights, false, true);
-  __syncthreads();  // groups' masses are there
   const Drawn drawn = draw_from_groups<Logits>(
       shared, block, kept, sums.mass,
       [&](int group) {
