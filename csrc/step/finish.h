@@ -161,7 +161,6 @@ __device__ __noinline__ bool finish_flat() {
   Task& task = shared.task;
   const Wishes wishes = task.wishes;
   Block block = {0};
-  const Ending ending(shared);
   __syncthreads();
   const Owned owned(task.groups, block.thread());
   const float* maxima = the_statistics();
@@ -182,7 +181,7 @@ __device__ __noinline__ bool finish_flat() {
       shared, block, load_f32(task.header + kParamTopP), total, -kFltMax);
   if (!selection.complete) return false;
   keep_in_row<Logits>(task.row, &selection);
-  ending.report<Logits>(shared, block, selection, 0);
+  Ending(shared).report<Logits>(shared, block, selection, 0);
   return true;
 }
 
@@ -192,7 +191,6 @@ __device__ __noinline__ void finish_other() {
   Shared& shared = the_shared();
   Task& task = shared.task;
   Block block = {0};
-  const Ending ending(shared);
   const bool lists = task.row.has(kLists);
   __syncthreads();
   if (block.thread() == 0) {
@@ -238,7 +236,7 @@ __device__ __noinline__ void finish_other() {
   if (block.thread() == 0) *task.way = selection.complete ? kByLists : kBySurveys;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
   keep_in_row<Logits>(task.row, &selection);
-  ending.report<Logits>(shared, block, selection, row_flags);
+  Ending(shared).report<Logits>(shared, block, selection, row_flags);
 }
 
 // From a row's statistics to its token and its next state. Functions of their own: what the rarer
