@@ -6,17 +6,17 @@
 
 namespace graphed_sampling {
 
-// Asks the other blocks of the row's cluster for their part of what is kept; how many blocks work
-// then, this one too. Until `join` they may write to this one's shared memory. complete(request)
-// adds what the part needs to know.
+// Asks the other blocks of the row's cluster for their part of a pass over what is kept; how many
+// blocks work then, this one too. Until `join` they may write to this one's shared memory.
+// complete(request) adds what the pass needs to know.
 template <class Complete>
-__device__ inline int ask_others(Shared& shared, Block& block, Part part, const Kept& kept,
+__device__ inline int ask_others(Shared& shared, Block& block, Pass pass, const Kept& kept,
                                  Complete complete) {
   const Task& task = shared.task;
   // Where rows share a slot, which nobody may do, one of them may be gone.
   const int blocks = shared.helpers == task.blocks - 1 ? task.blocks : 1;
   if (block.thread() == 0) {
-    shared.request.part = part;
+    shared.request.pass = pass;
     shared.request.kept = kept;
     shared.request.row = task.row;
     complete(shared.request);
@@ -198,7 +198,7 @@ __device__ __noinline__ Range bracket_of(Shared& shared, Block& block, const Kep
     const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
     __syncthreads();
     clear_fine_bins(shared);
-    const int blocks = ask_others(shared, block, Part::kWeigh, kept,
+    const int blocks = ask_others(shared, block, Pass::kWeigh, kept,
                                   [&](Request& request) { request.weighing = weighing; });
     const int64_t own = weigh_tokens<Logits>(block.thread(), blocks * kThreads);
     join(blocks);
@@ -265,6 +265,9 @@ __device__ __noinline__ Range bracket_of(Shared& shared, Block& block, const Kep
   }
   return {weighing.low, weighing.high};
 }
+
+// Whether a row has a place for a list around its cut; smaller ones do without.
+__device__ inline bool has_bracket(const Row& row) { return row.vocab > kListed; }
 
 // How few groups tell enough of tokens that weigh no more than those above them.
 __device__ inline int groups_of_sample(int groups) {

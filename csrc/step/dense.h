@@ -12,7 +12,7 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
   const Shared& shared = the_shared();
   const Task& task = shared.task;
   const Row& row = shared.request.row;
-  const float low = shared.request.low, high = shared.request.high;
+  const float low = shared.request.kept.lowest, high = shared.request.high;
   const float largest = shared.request.kept.highest, scale = row.scale;
   const float* maxima = task.at.maxima;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -105,10 +105,8 @@ template <class Logits>
 __device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
   const Task& task = shared.task;
   const Kept from_low = {task.largest, low, task.row.vocab};
-  const int blocks = ask_others(shared, block, Part::kCollect, from_low, [&](Request& request) {
-    request.low = low;
-    request.high = high;
-  });
+  const int blocks = ask_others(shared, block, Pass::kCollect, from_low,
+                                [&](Request& request) { request.high = high; });
   const int above = collect_sets<Logits>(block.warp(), blocks * kWarps, &shared.count);
   join(blocks);
   return sum_of_all(shared, block, 0, above);
@@ -124,12 +122,12 @@ __device__ __noinline__ void help_finishing() {
     __syncwarp();
     cluster_arrive();
     cluster_wait();
-    const Part part = shared.request.part;
-    if (part == Part::kNone) return;
+    const Pass pass = shared.request.pass;
+    if (pass == Pass::kNone) return;
     const int rank = static_cast<int>(cluster_rank()), size = static_cast<int>(cluster_size());
-    if (part == Part::kWeigh) {
+    if (pass == Pass::kWeigh) {
       help_weighing<Logits>(shared, block, rank, size);
-    } else if (part == Part::kSurvey) {
+    } else if (pass == Pass::kSurvey) {
       help_surveying<Logits>(shared, block, rank, size);
     } else {
       add_to_asker(shared, block, 0,
@@ -137,7 +135,7 @@ __device__ __noinline__ void help_finishing() {
                                         of_block(&shared.count, 0u)));
     }
     // Every thread has looked at the request: the sums have a barrier.
-    if (block.thread() == 0) shared.request.part = Part::kNone;
+    if (block.thread() == 0) shared.request.pass = Pass::kNone;
     __syncwarp();
     cluster_arrive();
     cluster_wait();
@@ -148,7 +146,7 @@ __device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
   int64_t mass = 0;
 #pragma unroll 4
   for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
-    mass += __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group);
+    mass += mass_left(shared.task, group);
   }
   return block.sum(mass);
 }
@@ -159,10 +157,7 @@ __device__ inline void draw_from_masses(Shared& shared, Block& block, Selection*
   selection->total = sum_of_masses(shared, block);
   selection->drawn = draw_from_groups<Logits>(
       shared, block, selection->kept, selection->total,
-      [&](int group) {
-        return static_cast<int64_t>(
-            __ldcg(reinterpret_cast<const long long*>(shared.task.masses) + group));
-      },
+      [&](int group) { return mass_left(shared.task, group); },
       [&](int group) { return load_now(shared.task.at.maxima + group); });
   selection->complete = true;
 }

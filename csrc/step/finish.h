@@ -61,7 +61,8 @@ __device__ inline __noinline__ int fallback_id(Shared& shared, Block& block) {
 // A row's filters and draw from its groups' statistics. Not complete where that takes passes over
 // the whole row.
 template <class Logits>
-__device__ inline Selection select_from_groups(Shared& shared, Block& block, const float* maxima) {
+__device__ inline Selection select_from_groups(Shared& shared, Block& block, const float* maxima,
+                                               bool flat) {
   Task& task = shared.task;
   const Row& row = task.row;
   const int32_t* params = row.params;
@@ -81,7 +82,7 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
   const float sigma = load_f32(params + kParamTopNSigma);
   const int top_k = params[kParamTopK];
   const bool later = typical < 1.0f || epsilon > 0.0f || eta > 0.0f;
-  const bool bracketed = row.vocab > kListed;  // smaller ones have no place for it
+  const bool bracketed = has_bracket(row);
   float bound = -kFltMax;
   double mean = 0.0, z_bound = -1e300;
   if (task.wishes.total) {
@@ -98,8 +99,7 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
     }
     if (task.wishes.mean) mean = mean_of_groups(shared, block);
     if (top_p < 1.0f) {
-      // A flat row's bracket has been tried.
-      if (task.flat) return selection;
+      if (flat) return selection;
       if (!nucleus_bound(shared, block, maxima, top_p, &bound)) {
         if (later || !bracketed) return selection;
         return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
@@ -172,7 +172,6 @@ __device__ __noinline__ bool finish_flat() {
   }
   const int64_t total = block.sum(mass_of_owned(owned, maxima, sums, task.largest, task.row.scale));
   if (block.thread() == 0) {
-    task.flat = true;
     task.word = draw_word();
     task.total = total;
     if (wishes.raw) shared.raw_log = log_of_parts(shared);
@@ -185,9 +184,9 @@ __device__ __noinline__ bool finish_flat() {
   return true;
 }
 
-// Finishes any row.
+// Finishes any row. flat: its bracket has been tried.
 template <class Logits>
-__device__ __noinline__ void finish_other() {
+__device__ __noinline__ void finish_other(bool flat) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   Block block = {0};
@@ -232,7 +231,7 @@ __device__ __noinline__ void finish_other() {
   }
   __syncthreads();
   Selection selection = {};
-  if (!special) selection = select_from_groups<Logits>(shared, block, task.at.maxima);
+  if (!special) selection = select_from_groups<Logits>(shared, block, task.at.maxima, flat);
   if (block.thread() == 0) *task.way = selection.complete ? kByLists : kBySurveys;
   if (!selection.complete) selection = select_from_row<Logits>(shared, block);
   keep_in_row<Logits>(task.row, &selection);
@@ -243,11 +242,10 @@ __device__ __noinline__ void finish_other() {
 // ones keep in registers costs the others none.
 template <class Logits>
 __device__ inline void finish_row() {
-  if (threadIdx.x == 0) the_shared().task.flat = false;
   const Outcome outcome = finish_usual<Logits>();
   if (outcome == Outcome::kFinished) return;
   if (outcome == Outcome::kFlat && finish_flat<Logits>()) return;
-  finish_other<Logits>();
+  finish_other<Logits>(outcome == Outcome::kFlat);
 }
 
 // Whether the step has a grammar bitmask: asked for early, and used by `has_grammar` when it is
@@ -348,7 +346,7 @@ __device__ inline void begin_task(const StepArguments& a, const Source& source,
     task.groups = scratch.groups;
     task.in_shared = in_shared;
     task.blocks = blocks;
-    shared.request.part = Part::kNone;
+    shared.request.pass = Pass::kNone;
     task.index = index;
     task.slot = slot;
   }

@@ -11,6 +11,11 @@ __device__ inline int64_t group_mass(float maximum, float sum, float largest, fl
   return static_cast<int64_t>(sum * ex2_approx(z) * static_cast<float>(kOne));
 }
 
+// A group's mass that a pass over the row has left.
+__device__ inline int64_t mass_left(const Task& task, int group) {
+  return static_cast<int64_t>(__ldcg(reinterpret_cast<const long long*>(task.masses) + group));
+}
+
 // The largest of groups' maxima.
 __device__ inline float largest_of(Shared& shared, Block& block, const float* maxima) {
   float largest = kNegInf;

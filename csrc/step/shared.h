@@ -39,7 +39,6 @@ struct Task {
   float raw_largest;             // of the logits
   int64_t total;                 // mass of y at the row's temperature, where that is wanted
   bool raw_known;                // whether raw_largest and Shared::raw_log are
-  bool flat;                     // whether its bracket, tried early, did not hold the cut
   float sigma_bound;             // of top_n_sigma, where that is asked for
   uint64_t word;                 // of the draw
   int32_t header[kHeaderWords];  // of the parameters
@@ -89,14 +88,14 @@ struct Survey {
   double mean, spread;
 };
 
-// What a row's first block asks the others of its cluster to do.
-enum class Part { kNone, kWeigh, kCollect, kSurvey };
+// What a row's first block asks the others of its cluster for: their part of a pass over the row.
+enum class Pass { kNone, kWeigh, kCollect, kSurvey };
 struct Request {
-  Part part;
-  Kept kept;  // which tokens count; of `collect`, those from where on
+  Pass pass;
+  Kept kept;  // which tokens count
   Row row;
   Weighing weighing;
-  float low, high;  // of `collect`
+  float high;  // of `collect`
   Survey survey;
 };
 

@@ -184,8 +184,7 @@ __device__ inline void keep_in_row(const Row& row, Selection* selection) {
   }
 }
 
-// What the end of a row is written to, and its stop id that a thread compares with; asked for
-// early.
+// What the end of a row is written to, and the thread's one of its stop ids.
 struct Ending {
   int32_t* out;
   SeenTables tables;
@@ -438,8 +437,9 @@ __device__ __noinline__ Outcome finish_usual() {
   const bool from_list = listed >= top_n && row.plain() && !row.has(kProcessed);
   const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
-    if (block.warp() == 0)
+    if (block.warp() == 0) {
       report_by_warp<Logits>(ending.out, ending.tables, selection, top_n, listed, ending.stop);
+    }
     return Outcome::kFinished;
   }
   if (thread == 0) shared.selection = selection;

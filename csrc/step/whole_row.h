@@ -146,7 +146,7 @@ __device__ __noinline__ RowSums take_survey(Shared& shared, Block& block, const 
     shared.lowest_key = key_of(kInf);
     shared.highest_key = key_of(kNegInf);
   }
-  const int blocks = ask_others(shared, block, Part::kSurvey, kept,
+  const int blocks = ask_others(shared, block, Pass::kSurvey, kept,
                                 [&](Request& request) { request.survey = survey; });
   RowSums sums = survey_tokens<Logits>(block.thread(), blocks * kThreads, &shared.count);
   join(blocks);
@@ -184,8 +184,7 @@ __device__ __noinline__ Kept row_cut(Shared& shared, Block& block, const Kept ke
   };
   const auto amount = [&](const RowSums& of) { return by_count ? of.number : of.mass; };
   const int64_t all = amount(sums);
-  const bool has_list = task.row.vocab > kListed;  // smaller rows have no place for it
-  if (has_list && target < all) {
+  if (has_bracket(task.row) && target < all) {
     // In units of the largest weight, or of tokens.
     const double unit = by_count ? 1.0 : static_cast<double>(kOne);
     const auto budget = static_cast<float>(static_cast<double>(all - target) / unit);
@@ -292,7 +291,7 @@ __device__ __noinline__ double reach_in_row(Shared& shared, Block& block, const 
                                             const RowSums sums, int64_t target, double mean) {
   Task& task = shared.task;
   constexpr double kUnknown = -1.0;
-  if (task.row.vocab <= kListed || target >= sums.mass) return kUnknown;
+  if (!has_bracket(task.row) || target >= sums.mass) return kUnknown;
   const double scale = load_f64(task.row.params + kParamWideScale);
   const double highest = static_cast<double>(kept.highest);
   const auto distance_of = [&](float y) {
@@ -347,6 +346,12 @@ __device__ __noinline__ double reach_in_row(Shared& shared, Block& block, const 
   return reach >= surely_within && reach < surely_beyond ? reach : kUnknown;
 }
 
+// What is kept from y `low` on.
+__device__ inline Kept kept_from(const Task& task, const Kept& kept, float low) {
+  if (low <= kept.lowest) return kept;
+  return {kept.highest, low, task.row.vocab};
+}
+
 // typical_p over a row.
 template <class Logits>
 __device__ __noinline__ Kept row_typical(Shared& shared, Block& block, const Kept kept,
@@ -378,8 +383,9 @@ __device__ __noinline__ Kept row_typical(Shared& shared, Block& block, const Kep
   const float high = beyond < kInf ? from_key(key_of(beyond) - 1) : kInf;
   const RowSums left =
       take_survey<Logits>(shared, block, kept, survey_of(Measure::kNothing, low, high));
-  return {left.highest, fmaxf(low, kept.lowest),
-          low > kept.lowest ? task.row.vocab : kept.lowest_id};
+  Kept nearest = kept_from(task, kept, low);
+  nearest.highest = left.highest;
+  return nearest;
 }
 
 // Keeps what weighs at least `bound`, and the highest.
@@ -393,8 +399,7 @@ __device__ inline Kept row_reaching(const Task& task, const Kept kept, double bo
                        return exp2_wide(z) >= bound;
                      }),
             kept.highest);
-  return {kept.highest, fmaxf(low, kept.lowest),
-          low > kept.lowest ? task.row.vocab : kept.lowest_id};
+  return kept_from(task, kept, low);
 }
 
 // All filters over a row, and the draw.
@@ -446,11 +451,7 @@ __device__ __noinline__ Selection select_from_row(Shared& shared, Block& block) 
   }
   const RowSums sums = sums_of_kept(Measure::kWeights, false, true);
   const Drawn drawn = draw_from_groups<Logits>(
-      shared, block, kept, sums.mass,
-      [&](int group) {
-        return static_cast<int64_t>(
-            __ldcg(reinterpret_cast<const long long*>(task.masses) + group));
-      },
+      shared, block, kept, sums.mass, [&](int group) { return mass_left(task, group); },
       [&](int) { return kept.highest; });
   return {true, drawn, kept, sums.mass, static_cast<int>(sums.number)};
 }
