@@ -43,6 +43,7 @@ from graphed_sampling import (
     new_output,
     new_scratch,
 )
+from graphed_sampling.backends import cuda
 
 # Round sizes, and those next to a warp, to a bitmap's word and to nothing at all.
 VOCABS = (1, 2, 31, 32, 33, 111, 1000, 32000)
@@ -499,3 +500,31 @@ def test_words_on_both_sides_of_the_middle_of_a_symmetric_row(
             words = torch.tensor([(1 << 63) - 1, -(1 << 63)])
             tokens = sampler(logits, slots, words=words).token_ids.tolist()
             assert tokens == [int(order[vocab // 2 - 1]), int(order[vocab // 2])], half
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_raw_logprobs_of_flat_rows_with_lists(
+    backend_device: BackendDevice, temperature: float
+) -> None:
+    """Raw weights are those before lists change y, where the row is flat and large too."""
+    vocab = 66_000
+    lists: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {5: 9.0}},
+        {"logit_bias": {5: 11.0, 64_000: 3.0}},
+        {"logit_bias": {5: -INF, 7: -20.0}},
+        {"bad_words_ids": [[6]], "min_tokens": 3, "stop_token_ids": [9]},
+        {"logit_bias": {8: 6.0}, "allowed_token_ids": range(1, vocab - 3)},
+        {"logit_bias": {2: 5.0}, "presence_penalty": 1.0},
+        {"logit_bias": {5: 9.0}, "logprobs": 3, "rank": True},
+    ]
+    checked = CheckedTable(backend_device, vocab, len(lists), max_logprobs=3)
+    for seed, asked in enumerate(lists):
+        params = {"seed": seed, "top_p": 0.97, "temperature": temperature, "logprobs": 0} | asked
+        checked.admit(SamplingParams(**params), [1, 2], [3])
+    logits = torch.randn(len(lists), vocab, generator=torch.Generator().manual_seed(6))
+    checked.step(logits.to(backend_device.device), range(len(lists)))
+    checked.tally.check(ambiguous=1.0)
+    if backend_device.name == "cuda":  # by a bracket, not by what is slow
+        scratch = checked.sampler._step._scratch
+        assert set(cuda.ways(scratch, checked.table.layout, len(lists))) == {cuda.Way.LISTS}

@@ -7,7 +7,6 @@ emulation of CUDA, which can put a block's threads in any order: see test_emulat
 from __future__ import annotations
 
 import ctypes
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -366,30 +365,6 @@ def test_brackets_hold_cuts_far_down(pair: BackendDevice, dtype: torch.dtype) ->
     # At such cuts the tolerated errors are many tokens.
     checked.tally.check(ambiguous=1.0, differences=0.3)
     assert set(ways(checked, len(asked))) == {cuda.Way.LISTS}
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_raw_logprobs_of_flat_rows_with_lists(pair: BackendDevice, temperature: float) -> None:
-    """A row's raw weights are added up before lists make its statistics those of y."""
-    vocab = 66_000
-    lists: list[dict[str, Any]] = [
-        {},
-        {"logit_bias": {5: 9.0}},
-        {"logit_bias": {5: 11.0, 64_000: 3.0}},
-        {"logit_bias": {5: -math.inf, 7: -20.0}},
-        {"bad_words_ids": [[6]], "min_tokens": 3, "stop_token_ids": [9]},
-        {"logit_bias": {8: 6.0}, "allowed_token_ids": range(1, vocab - 3)},
-        {"logit_bias": {2: 5.0}, "presence_penalty": 1.0},
-        {"logit_bias": {5: 9.0}, "logprobs": 3, "rank": True},
-    ]
-    checked = CheckedTable(pair, vocab, len(lists), max_logprobs=3)
-    for seed, asked in enumerate(lists):
-        params = {"seed": seed, "top_p": 0.97, "temperature": temperature, "logprobs": 0} | asked
-        checked.admit(SamplingParams(**params), [1, 2], [3])
-    logits = torch.randn(len(lists), vocab, generator=torch.Generator().manual_seed(6))
-    checked.step(logits.to(pair.device), range(len(lists)))
-    checked.tally.check(ambiguous=1.0)
-    assert set(ways(checked, len(lists))) == {cuda.Way.LISTS}
 
 
 # Filters whose survivors no list holds, and whose cuts a bracket holds.
