@@ -115,7 +115,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const int32_t asked_grammar = ask_for_grammar(a);
   const int given_slot = a.slots[index];
   if constexpr (Logits::kInformed) {
-    if (part == 0 && threadIdx.x == kThreads - kWarp) shared.arguments = a;
+    if (part == 0) keep_arguments(a);
   }
   const bool has_slot = given_slot >= 0 && given_slot < a.layout.max_requests;
   // Of few rows the logits are asked for before it is known whether the row has a slot.
@@ -203,13 +203,14 @@ __device__ __forceinline__ void step(const StepArguments& a,
     if (!is_read) {
       if (blocks > 1 && !clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
       const float scale = __int_as_float(parameter(kParamScale));
-      const Wishes wishes =
+      Wishes wishes =
           first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+      wishes.own = wishes.both = false;
       const bool in_shared = scratch.groups <= kSharedGroups;
       auto* apart = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
       const Statistics at = statistics_from(in_shared ? the_statistics() : apart, apart, scratch);
-      begin_task<true>(a, source, scratch, wishes, at, header, state_word, index, slot,
-                       has_grammar(asked_grammar), in_shared, 1);
+      begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
+                 has_grammar(asked_grammar), in_shared, 1, 0);
       given_statistics.leave(at, source.vocab, scratch.groups);
       if (threadIdx.x == 4 * kWarp) {
         // If the statistics are wrong there may be nothing to find.
@@ -241,15 +242,24 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const bool helped = clustered && (flags & kGreedy) == 0 && !lists_suffice;
   const Wishes wishes =
       first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+  keep_arguments(a);
   begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
-             has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1);
+             has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1,
+             a.in_shared ? a.blocks_of_row * kWarps : 0);
   if (clustered) cluster_wait();
   if (helped && part > 0 && threadIdx.x == 0) atomicAdd(of_block(&shared.helpers, 0u), 1);
+  Best best;
   if (wishes.split) {
     __syncthreads();
-    stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);
+    best = stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);
   } else {
-    stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
+    best =
+        stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
+  }
+  if (a.in_shared) {
+    BestOfWarps* of_row = &shared.best;
+    if (part > 0) of_row = of_block(of_row, 0);
+    leave_best(best, of_row, static_cast<int>(part) * kWarps + warp, lane);
   }
 
   if (clustered) {

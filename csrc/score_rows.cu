@@ -74,8 +74,8 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
   const int thread = block.thread();
   int flags = 0;
   float largest = largest_of(shared, block, task.at.maxima);
-  if (largest == kInf) {
-    if (repair_marked<Logits>(shared, block)) flags |= kRowNan;
+  if (largest == kInf || is_far(largest)) {
+    if (repair_groups<Logits>(shared, block, is_far(largest))) flags |= kRowNan;
     largest = largest_of(shared, block, task.at.maxima);
   }
   if (largest == kInf) flags |= kRowPosInf;
@@ -341,7 +341,7 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
     mine = fmaxf(mine, vector_now(maxima + group).largest());
   }
   const float largest = from_key(__reduce_max_sync(kAllLanes, key_of(mine)));
-  if (!(fabsf(largest) < kInf)) {
+  if (!(fabsf(largest) < kInf) || is_far(largest)) {
     leave();
     return;
   }
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
     relay.left = 0;
     relay.tiles = groups / kGroupsOfTile;
   }
-  constexpr Wishes kRaw = {false, false, true, false, false};
+  constexpr Wishes kRaw = {false, false, true, false, false, false};
   // What a warp knows of rows lies in shared memory: its registers are for logits, and other memory
   // answers as late as these do.
   for (int first = 0; int64_t{first} * gridDim.x < a.positions; first += kTurns) {
@@ -445,6 +445,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
       gate_init(&relay.scored[threadIdx.x], kWarp);
     }
     __syncthreads();
+    Best unused;
     // The warps take tiles in turns, from one row to the next.
     int tile = warp;
     Source source = source_of(a, relay.count > 0 ? relay.turns[0].row : 0);
@@ -472,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
           const bool loads = !last || number + 1 < relay.count;
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {
-            stream_set<false>(kRaw, kLog2E, tile, i, lane, sets[i], at);
+            stream_set<false>(kRaw, kLog2E, tile, i, lane, sets[i], at, unused);
             if (loads) sets[i] = load_set<Logits>(source, following, i, lane);
           }
           tile = following;

@@ -56,7 +56,7 @@ __device__ inline bool receive(const ShardedArguments& s, const ExchangeLayout& 
   const Task& task = the_shared().task;
   // The last warps begin with what is far away.
   for (int i = kWarps - 1 - warp; i < s.num_split_sets; i += kWarps) {
-    stream_one_set<Sharded<Logits>>(task.row, wishes, s.split_sets[i], lane, at);
+    stream_one_set<Sharded<Logits>>(task.row, wishes, s.split_sets[i], lane, at, {});
   }
   if (task.in_shared) {
     constexpr int kGroupsOfSet = kGroupsOfTile / kSets;
@@ -182,8 +182,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
     const float scale = __int_as_float(parameter(kParamScale));
     const bool grammar = has_grammar(asked_grammar);
     const Wishes wishes = first_wishes(grammar, flags, parameter(kParamTopLogprobs), scale);
+    keep_arguments(a);
     begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, grammar, in_shared,
-               1);
+               1, 0);
     if (thread <= s.ranks) shared.shards.starts[thread] = s.starts[thread];
     if (thread < s.ranks) shared.shards.rows[thread] = row_of_rank(thread);
     if (streams) {
@@ -196,10 +197,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
         if (half_first || half_last) __syncthreads();
       }
       if (half_first && warp == 0) {
-        stream_one_set<Logits>(shared.task.row, wishes, mine.first_set, lane, at);
+        stream_one_set<Logits>(shared.task.row, wishes, mine.first_set, lane, at, {});
       }
       if (half_last && warp == (end_tile - mine.first) % kWarps) {
-        stream_one_set<Logits>(shared.task.row, wishes, mine.end_set - 1, lane, at);
+        stream_one_set<Logits>(shared.task.row, wishes, mine.end_set - 1, lane, at, {});
       }
       __syncthreads();
       // Who has given up sends nothing, so that the others do too.

@@ -354,8 +354,7 @@ def _stateless(
         filters = Filters(temperature, top_k, top_p, min_p).clamped(size)
         params = neutral_params(layout, device)
         state = zeros(layout.rows, layout.state_words)
-        flags = zeros(rows) + int(ParamFlags.LOGPROBS | ParamFlags.RAW)
-        write_params(params, filters, flags)
+        write_params(params, filters, ParamFlags.LOGPROBS | ParamFlags.RAW)
         params.view(torch.int64)[:rows, Param.SEED // 2] = seed
         state.view(torch.int64)[:rows, State.POSITION // 2] = position
 

@@ -156,11 +156,7 @@ class _Step:
         ids = torch.cat([chunk.token_ids.unsqueeze(1), chunk.given_ids], 1)
         filters = chunk.filters
         assert filters is not None
-        # num_kept is told where a filter is on.
-        on = (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
-        flags = on * int(ParamFlags.FILTERED)
-        flags = flags.to(torch.int32) + int(ParamFlags.LOGPROBS | ParamFlags.PROCESSED)
-        write_params(self.params, filters, flags)
+        write_params(self.params, filters, ParamFlags.LOGPROBS | ParamFlags.PROCESSED)
         self.params[:rows, Param.TOP_LOGPROBS] = layout.max_logprobs
         self.params[:rows, Param.NUM_GIVEN] = ids.shape[1]
         self.params[:rows, layout.given_ids : layout.given_ids + ids.shape[1]] = ids.clamp(min=0)

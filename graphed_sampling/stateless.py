@@ -51,10 +51,10 @@ def neutral_params(layout: TableLayout, device: torch.device) -> Tensor:
     return params
 
 
-def write_params(params: Tensor, filters: Filters, flags: Tensor) -> None:
+def write_params(params: Tensor, filters: Filters, flags: ParamFlags) -> None:
     """Fill the first records of `neutral_params` for clamped filters of n rows.
 
-    flags: int32 [n], the ParamFlags that say what is reported; the others are added here.
+    flags: those that say what is reported; the others are added here.
     """
     rows = filters.temperature.shape[0]
     params, real = params[:rows], params.view(torch.float32)[:rows]
@@ -65,9 +65,10 @@ def write_params(params: Tensor, filters: Filters, flags: Tensor) -> None:
     scale = filters.scale()
     log_min_p = exact_math.log(min_p.double().clamp(min=torch.finfo(torch.float32).tiny))
     needs_total = ~greedy & (top_k == 0) & (min_p <= 0)
+    filtered = (top_k > 0) | (min_p > 0) | (top_p < 1)
     params[:, Param.FLAGS] = (
-        flags
-        + int(ParamFlags.ADMITTED)
+        int(flags | ParamFlags.ADMITTED)
+        + filtered * int(ParamFlags.FILTERED)
         + greedy * int(ParamFlags.GREEDY)
         + needs_total * int(ParamFlags.TOTAL)
     )

@@ -211,10 +211,20 @@ __device__ __noinline__ void finish_other(bool flat) {
   if (lists) use_lists(block);
   Totals totals = total_statistics(shared, block);
   int row_flags = 0;
-  if (totals.largest == kInf || lists) {
-    if (totals.largest == kInf && repair_marked<Logits>(shared, block)) row_flags |= kRowNan;
-    if (lists) repair_listed<Logits>(shared, block);
+  const Wishes& wishes = task.wishes;
+  bool far = is_far(totals.largest) ||
+             (wishes.split && is_far(largest_of(shared, block, task.at.raw_maxima)));
+  if (totals.largest == kInf || far) {
+    if (repair_groups<Logits>(shared, block, far)) row_flags |= kRowNan;
     totals = total_statistics(shared, block);
+  }
+  if (lists) {
+    if (!far) repair_listed<Logits>(shared, block);
+    totals = total_statistics(shared, block);
+    if (!far && is_far(totals.largest)) {
+      repair_groups<Logits>(shared, block, true);
+      totals = total_statistics(shared, block);
+    }
   }
   const float largest = totals.largest;
   const bool special = largest == kInf || largest == kNegInf;
@@ -300,42 +310,39 @@ __device__ inline Row make_row(const StepArguments& a, const Source& source, int
   return row;
 }
 
+// Lets the block know of the arguments: the last warp does.
+__device__ inline void keep_arguments(const StepArguments& a) {
+  if (threadIdx.x == kThreads - kWarp) the_shared().arguments = a;
+}
+
 // Lets the block know of its row. Behind it there is no barrier yet. A lane has a word each of the
-// header of the parameters, and of the state.
-//
-// kApart: nobody has anything else to do meanwhile, so that warps share the work, and the arguments
-// are there already.
-template <bool kApart = false>
+// header of the parameters, and of the state. Warps share the work: whoever does some of it waits
+// for one instruction after the other.
 __device__ inline void begin_task(const StepArguments& a, const Source& source,
                                   const ScratchLayout& scratch, const Wishes& wishes,
                                   const Statistics& at, int32_t header, int32_t state_word,
-                                  int index, int slot, bool grammar, bool in_shared, int blocks) {
+                                  int index, int slot, bool grammar, bool in_shared, int blocks,
+                                  int streamers) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int flags = __shfl_sync(kAllLanes, header, kParamFlags);
   const float scale = __int_as_float(__shfl_sync(kAllLanes, header, kParamScale));
-  if (!kApart && threadIdx.x == kThreads - kWarp) shared.arguments = a;
+  shared.bins[threadIdx.x] = 0;
   if (threadIdx.x / kWarp == 0) {
     task.header[lane] = header;
     if (lane < kStateRecent) task.state[lane] = state_word;
   }
-  constexpr int kApartBy = kApart ? kWarp : 0;
-  if (threadIdx.x == kApartBy) {
-    int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
+  if (threadIdx.x == kWarp) {
     task.row = make_row(a, source, index, slot, grammar, flags, scale);
-    task.row.bans = row_scratch + scratch.bans;
-    if (!kApart) {
-      task.raw_row = task.row;
-      task.raw_row.checks = 0;
-    }
+    task.row.bans = a.scratch + int64_t{index} * scratch.words + scratch.bans;
   }
-  if (kApart && threadIdx.x == 2 * kApartBy) {
+  if (threadIdx.x == 2 * kWarp) {
     task.raw_row = make_row(a, source, index, slot, grammar, flags, scale);
     task.raw_row.bans = a.scratch + int64_t{index} * scratch.words + scratch.bans;
     task.raw_row.checks = 0;
   }
-  if (threadIdx.x == 3 * kApartBy) {
+  if (threadIdx.x == 3 * kWarp) {
     int32_t* row_scratch = a.scratch + int64_t{index} * scratch.words;
     task.wishes = wishes;
     task.at = at;
@@ -346,6 +353,7 @@ __device__ inline void begin_task(const StepArguments& a, const Source& source,
     task.groups = scratch.groups;
     task.in_shared = in_shared;
     task.blocks = blocks;
+    task.streamers = streamers;
     shared.request.pass = Pass::kNone;
     task.index = index;
     task.slot = slot;

@@ -348,19 +348,24 @@ __device__ inline int list_groups(Shared& shared, Block& block, const float* max
 }
 
 // The lowest id among a group's tokens with that y, which has some. Every lane of a warp has two.
-template <class Logits>
-__device__ inline int first_in_group(const Row& row, int group, float y, int lane) {
+// meanwhile(): what the warp does while they are on their way.
+template <class Logits, class Meanwhile>
+__device__ inline int first_in_group(const Row& row, int group, float y, int lane,
+                                     Meanwhile meanwhile) {
   unsigned found[2];
+  float of_token[2] = {kNegInf, kNegInf};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = group * kGroup + i * kWarp + lane;
-    bool is_it = false;
-    if (token < row.vocab) {
-      float of_token = load_logit<Logits>(row, token);
-      if (!row.plain()) of_token = processed(row, of_token, token);
-      is_it = of_token == y;
-    }
-    found[i] = __ballot_sync(kAllLanes, is_it);
+    if (token < row.vocab) of_token[i] = Logits::value(load_bits<Logits>(row, token));
+  }
+  meanwhile();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = group * kGroup + i * kWarp + lane;
+    float of_it = sanitised(of_token[i]);
+    if (!row.plain() && token < row.vocab) of_it = processed(row, of_it, token);
+    found[i] = __ballot_sync(kAllLanes, token < row.vocab && of_it == y);
   }
   const int place = found[0] != 0 ? __ffs(static_cast<int>(found[0])) - 1
                                   : kWarp + __ffs(static_cast<int>(found[1])) - 1;
@@ -379,7 +384,7 @@ __device__ inline int first_maximum(Shared& shared, Block& block, const float* m
     }
   }
   const int group = static_cast<int>(block.min_bits(first));
-  return first_in_group<Logits>(task.row, group, task.largest, block.lane());
+  return first_in_group<Logits>(task.row, group, task.largest, block.lane(), [] {});
 }
 
 // The token of a group in which the draw from `total` ends: by a warp, whose lanes have two

@@ -24,6 +24,8 @@ __device__ inline void store_i64(int32_t* words, int64_t value) {
   words[1] = static_cast<int32_t>(value >> 32);
 }
 
+__device__ inline float nan_f32() { return __int_as_float(0x7FC00000); }
+
 __device__ inline float load_f32(const int32_t* word) { return __int_as_float(*word); }
 __device__ inline double load_f64(const int32_t* words) {
   return __longlong_as_double(load_i64(words));

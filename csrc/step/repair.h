@@ -95,15 +95,18 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
   return __any_sync(kAllLanes, nan) != 0;
 }
 
-// Repairs the groups that the first pass marked. Whether there was NaN.
+// Whether the first pass's sums of raw weights are not to be used, by the largest of a row.
+__device__ inline bool is_far(float largest) { return largest > kNegInf && largest < kFarLogit; }
+
+// Repairs the groups that the first pass marked, or all. Whether there was NaN.
 template <class Logits>
-__device__ __noinline__ bool repair_marked(Shared& shared, Block& block) {
+__device__ __noinline__ bool repair_groups(Shared& shared, Block& block, bool all) {
   Task& task = shared.task;
   bool nan = false;
   for (int first = block.warp() * kWarp; first < task.groups; first += kThreads) {
     const int group = first + block.lane();
-    unsigned marked =
-        __ballot_sync(kAllLanes, group < task.groups && load_now(task.at.maxima + group) == kInf);
+    unsigned marked = __ballot_sync(
+        kAllLanes, group < task.groups && (all || load_now(task.at.maxima + group) == kInf));
     for (; marked != 0; marked &= marked - 1) {
       nan = repair_group<Logits>(shared, block, first + __ffs(static_cast<int>(marked)) - 1) || nan;
     }

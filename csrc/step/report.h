@@ -5,8 +5,6 @@
 
 namespace graphed_sampling {
 
-__device__ inline float nan_f32() { return __int_as_float(0x7FC00000); }
-
 // The record of a row in which nothing is drawn. state: null for a row without a request.
 __device__ inline void write_idle(const TableLayout& layout, int32_t* out, const int32_t* state) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -142,15 +140,38 @@ __device__ __noinline__ int report_rank(Shared& shared, Block& block, const Row&
   return 1 + static_cast<int>(block.sum(above));
 }
 
+// The first 32 of the recent tokens, a lane has the one before its own: asked for long before the
+// token is drawn.
+__device__ inline int ask_for_recent(const int32_t* recent, int recent_tokens, int lane) {
+  return lane > 0 && lane < recent_tokens ? recent[lane - 1] : 0;
+}
+
 // The token becomes the newest of the recent ones. A single warp's work: what it reads is read
-// before anything is written over it.
-__device__ inline void remember(int32_t* recent, int recent_tokens, int token, int lane) {
-  for (int last = recent_tokens - 1; last >= 0; last -= kWarp) {
+// before anything is written over it. before: from `ask_for_recent`.
+__device__ inline void remember(int32_t* recent, int recent_tokens, int before, int token,
+                                int lane) {
+#pragma unroll 1
+  for (int last = recent_tokens - 1; last >= kWarp; last -= kWarp) {
     const int i = last - lane;
-    const int older = i > 0 ? recent[i - 1] : token;
+    const int older = i >= kWarp ? recent[i - 1] : 0;
     __syncwarp();
-    if (i >= 0) recent[i] = older;
+    if (i >= kWarp) recent[i] = older;
     __syncwarp();
+  }
+  if (lane < recent_tokens) recent[lane] = lane == 0 ? token : before;
+}
+
+// What a record says of the best tokens from place `first` on and of given ids, where there are
+// none. A single warp's work.
+__device__ inline void clear_lists(const TableLayout& layout, int32_t* out, int first, int lane) {
+#pragma unroll 1
+  for (int i = first + lane; i < layout.max_logprobs; i += kWarp) {
+    store_i64(out + kOutputLists + 2 * i, -1);
+    out[layout.top_logprobs() + i] = __float_as_int(nan_f32());
+  }
+#pragma unroll 1
+  for (int i = lane; i < layout.max_logprob_ids; i += kWarp) {
+    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
   }
 }
 
@@ -161,11 +182,23 @@ struct SeenTables {
   int32_t* counts;
 };
 
-// The head of the record, and the next state, by one thread. seen, count: what the tables have at
-// the token.
+// Words of a record's head, and of a state, of which each lane of a warp stores one.
+struct WordOfLane {
+  int lane;
+  int32_t word;
+
+  __device__ void set(int at, int32_t value) { word = lane == at ? value : word; }
+  __device__ void set_i64(int at, int64_t value) {
+    set(at, static_cast<int32_t>(value));
+    set(at + 1, static_cast<int32_t>(value >> 32));
+  }
+};
+
+// The head of the record, and the next state, by a warp. seen, count: what the tables have at the
+// token, lane 0's.
 __device__ inline void advance(const Task& task, const SeenTables& tables, int32_t* out,
                                const Selection& selection, float logprob, int rank, int row_flags,
-                               bool stopped, int32_t seen, int32_t count) {
+                               bool stopped, int32_t seen, int32_t count, int lane) {
   const Row& row = task.row;
   const int token = selection.drawn.token;
   const int generated = task.state[kStateNumGenerated] + 1;
@@ -173,31 +206,40 @@ __device__ inline void advance(const Task& task, const SeenTables& tables, int32
   int reason = max_tokens > 0 && generated >= max_tokens ? kFinishLength : kFinishNone;
   if (stopped) reason = kFinishStop;
   const bool counted = row.has(kFiltered | kGreedy) || row.special == kEmptyRow;
-  store_i64(out + kOutputTokenId, token);
-  out[kOutputLogprob] = __float_as_int(logprob);
-  out[kOutputRank] = rank;
-  out[kOutputNumKept] = counted ? selection.num_kept : 0;
-  out[kOutputFinishReason] = reason;
-  out[kOutputFlags] = row_flags;
-  out[kOutputGeneration] = task.state[kStateGeneration];
-  int32_t* state = row.state;
-  store_i64(state + kStatePosition, load_i64(task.state + kStatePosition) + 1);
-  store_i64(state + kStateLastToken, token);
-  state[kStateNumGenerated] = generated;
-  state[kStateFinishReason] = reason;
-  if (tables.bits != nullptr) {
+  WordOfLane record = {lane, 0};
+  record.set_i64(kOutputTokenId, token);
+  record.set(kOutputLogprob, __float_as_int(logprob));
+  record.set(kOutputRank, rank);
+  record.set(kOutputNumKept, counted ? selection.num_kept : 0);
+  record.set(kOutputFinishReason, reason);
+  record.set(kOutputFlags, row_flags);
+  record.set(kOutputGeneration, task.state[kStateGeneration]);
+  if (lane < kOutputLists) out[lane] = record.word;
+  WordOfLane state = {lane, 0};
+  state.set_i64(kStatePosition, load_i64(task.state + kStatePosition) + 1);
+  state.set_i64(kStateLastToken, token);
+  state.set(kStateNumGenerated, generated);
+  state.set(kStateFinishReason, reason);
+  if (lane <= kStateFinishReason) row.state[lane] = state.word;
+  if (tables.bits != nullptr && lane == 0) {
     const auto bit = static_cast<int32_t>(1u << (token & 31));
     tables.counts[token] = ((seen & bit) != 0 ? count : 0) + 1;
     tables.bits[token >> 5] = seen | bit;
   }
 }
+static_assert(kOutputTokenId == 0 && kOutputLogprob == 2 && kOutputRank == 3 &&
+              kOutputNumKept == 4 && kOutputFinishReason == 5 && kOutputFlags == 6 &&
+              kOutputGeneration == 7 && kOutputLists == 8);
+static_assert(kStatePosition == 0 && kStateLastToken == 2 && kStateNumGenerated == 4 &&
+              kStateFinishReason == 5);
 
 // Everything about a row whose token is drawn: logprobs, rank, finish, output and state. stop: the
-// thread's one of the stop ids, or -1.
+// thread's one of the stop ids, or -1. before: the lane's from `ask_for_recent`.
 template <class Logits>
 __device__ __noinline__ void report(Shared& shared, Block& block, const TableLayout& layout,
                                     int32_t* out, const SeenTables tables,
-                                    const Selection selection, int row_flags, int stop) {
+                                    const Selection selection, int row_flags, int stop,
+                                    int before) {
   const Task& task = shared.task;
   const Row& row = task.row;
   const int32_t* params = row.params;
@@ -267,22 +309,21 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
     stopped = stopped || params[layout.stop_ids() + i] == token;
   }
   stopped = __syncthreads_or(stopped ? 1 : 0) != 0;
-  if (thread == 0) {
+  if (block.warp() == 0) {
     const float logprob =
         wants_logprob ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32();
-    advance(task, tables, out, selection, logprob, rank, row_flags, stopped, seen, count);
-  }
-  if (block.warp() == kWarps - 1) {
-    remember(row.state + kStateRecent, layout.recent_tokens(), token, block.lane());
+    advance(task, tables, out, selection, logprob, rank, row_flags, stopped, seen, count, thread);
+    remember(row.state + kStateRecent, layout.recent_tokens(), before, token, thread);
   }
 }
 
-// The same by one warp, for a row without NaN, +inf, rank and given ids that has a token to draw.
-// top_n: best tokens to report, of a ranked short list that has them; raw ones.
+// The same by one warp, for a row without NaN, +inf, rank and given ids that has a token to draw,
+// but for what `clear_lists` does. top_n: best tokens to report, of a ranked short list that has
+// them; raw ones.
 template <class Logits>
 __device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables tables,
                                             const Selection selection, int top_n, int listed,
-                                            int stop) {
+                                            int stop, int before) {
   const Shared& shared = the_shared();
   const TableLayout& layout = shared.arguments.layout;
   const Task& task = shared.task;
@@ -298,11 +339,12 @@ __device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables table
   }
   const int num_stop = task.header[kParamNumStop];
   bool stopped = stop == token;
+#pragma unroll 1
   for (int i = kWarp + lane; i < num_stop; i += kWarp) {
     stopped = stopped || row.params[layout.stop_ids() + i] == token;
   }
   stopped = __any_sync(kAllLanes, stopped) != 0;
-  remember(row.state + kStateRecent, layout.recent_tokens(), token, lane);
+  remember(row.state + kStateRecent, layout.recent_tokens(), before, token, lane);
 
   Normaliser normaliser = {row.has(kProcessed), task.raw_largest, 0.0, selection.kept,
                            load_f64(task.header + kParamWideScale)};
@@ -311,16 +353,8 @@ __device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables table
   } else if (task.wishes.raw) {
     normaliser.log = shared.raw_log;
   }
-  for (int i = lane; i < layout.max_logprobs; i += kWarp) {
-    if (i >= top_n) {
-      store_i64(out + kOutputLists + 2 * i, -1);
-      out[layout.top_logprobs() + i] = __float_as_int(nan_f32());
-    }
-  }
-  for (int i = lane; i < layout.max_logprob_ids; i += kWarp) {
-    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
-  }
   if (top_n > 0) {
+#pragma unroll 1
     for (int i = lane; i < listed; i += kWarp) {
       const int place = static_cast<int>(shared.bins[i]);
       if (place < top_n) {
@@ -330,11 +364,9 @@ __device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables table
       }
     }
   }
-  if (lane == 0) {
-    const float logprob =
-        row.has(kLogprobs) ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32();
-    advance(task, tables, out, selection, logprob, 0, 0, stopped, seen, count);
-  }
+  const float logprob =
+      row.has(kLogprobs) ? normaliser.logprob(x, selection.drawn.y, token) : nan_f32();
+  advance(task, tables, out, selection, logprob, 0, 0, stopped, seen, count, lane);
 }
 
 }  // namespace graphed_sampling

@@ -35,6 +35,7 @@ struct Task {
   bool in_shared;  // whether maxima and sums are in the block's shared memory
   int index, slot;
   int blocks;                    // of the cluster that the row is finished by
+  int streamers;                 // warps that have left Shared::best, 0 where it is not of y
   float largest;                 // of y, once it is known
   float raw_largest;             // of the logits
   int64_t total;                 // mass of y at the row's temperature, where that is wanted
@@ -99,6 +100,25 @@ struct Request {
   Survey survey;
 };
 
+// What each warp of a row that streamed it has left of the groups' maxima: the order of the largest
+// with its group, and the key of the lowest of its lanes', of which half have groups that no other
+// has.
+constexpr int kMostStreamers = 8 * kWarps;
+struct BestOfWarps {
+  uint64_t orders[kMostStreamers];
+  int32_t lowest[kMostStreamers];
+};
+
+__device__ inline void leave_best(const Best& best, BestOfWarps* of_row, int place, int lane) {
+  const uint64_t order = max_of_lanes(order_of(best.maximum, best.group));
+  const bool has_any = best.maximum > kNegInf;
+  const int lowest = __reduce_min_sync(kAllLanes, key_of(has_any ? best.maximum : kInf));
+  if (lane == 0) {
+    of_row->orders[place] = order;
+    of_row->lowest[place] = lowest;
+  }
+}
+
 struct Shared {
   StepArguments arguments;
   Task task;
@@ -116,6 +136,7 @@ struct Shared {
   Selection selection;
   float raw_parts[kWarps];  // what each warp has of the sum of raw weights
   double raw_log;           // its logarithm
+  BestOfWarps best;
   alignas(16) uint32_t bins[kBins];
   int32_t group_list[kListedGroups];
   // Candidates; in canonical order but around the cut of a flat row.

@@ -21,12 +21,19 @@ constexpr int kStatistics = 5;
 struct Wishes {
   bool total, mean, raw;
   bool split;  // whether y and logits may differ
-  bool both;   // whether the same maxima have sums at two temperatures
+  bool own;    // whether the row's own weights are not the raw ones
+  bool both;   // whether the same maxima have sums of both
 };
 
 __device__ inline Wishes wishes_of(int flags, bool split, float scale) {
-  Wishes wishes = {(flags & kTotal) != 0, (flags & kMean) != 0, (flags & kRaw) != 0, split, false};
-  wishes.both = !split && wishes.total && wishes.raw && scale != kLog2E;
+  Wishes wishes = {};
+  wishes.total = (flags & kTotal) != 0;
+  wishes.mean = (flags & kMean) != 0;
+  wishes.raw = (flags & kRaw) != 0;
+  wishes.split = split;
+  // What filters cut has weights of which equals add up to whole numbers.
+  wishes.own = wishes.total && ((flags & kFiltered) != 0 || scale != kLog2E);
+  wishes.both = !split && wishes.own && wishes.raw;
   return wishes;
 }
 
@@ -75,10 +82,11 @@ template <class Logits>
 __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, int lane) {
   Set<Logits> loaded;
   if ((tile + 1) * kTile <= source.vocab) {
+    const auto* first = static_cast<const typename Logits::Bits*>(source.logits) +
+                        tile_first(tile, set * kAtOnce, lane);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      loaded.packs[i] =
-          load_whole_pack<Logits>(source.logits, tile_first(tile, set * kAtOnce + i, lane));
+      loaded.packs[i] = load_whole_pack<Logits>(first, i * (kWarp * kPiece));
     }
     return loaded;
   }
@@ -159,8 +167,9 @@ struct Exponents {
   __device__ bool wide() const { return scale < kLeastScale; }
   __device__ float narrow_z(float x) const { return (x - base) * scale; }
   __device__ float z(float x) const { return wide() ? z_of(x, base, scale) : narrow_z(x); }
+  template <bool kWide = true>
   __device__ Rebased rebased(float maximum) const {
-    const float of_maximum = maximum == kNegInf ? 0.0f : z(maximum);
+    const float of_maximum = maximum == kNegInf ? 0.0f : kWide ? z(maximum) : narrow_z(maximum);
     return {ex2_approx(fminf(-of_maximum, 126.0f)), of_maximum};
   }
 };
@@ -189,7 +198,8 @@ __device__ inline float set_weights(const Set<Logits>& set, const Exponents& exp
 template <bool kWide, class Logits>
 __device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
                                   int lane) {
-  return set_weights<kWide>(set, exponents, lane) * exponents.rebased(maximum).factor;
+  return set_weights<kWide>(set, exponents, lane) *
+         exponents.template rebased<kWide>(maximum).factor;
 }
 
 // The sum of weight * z, likewise.
@@ -217,9 +227,9 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
   return set_moments(set, exponents, lane) * rebased.factor - rebased.z * sum;
 }
 
-// Where a set's exponents start, from each lane's largest token.
-__device__ inline float base_of_set(float largest) {
-  return finite_or_zero(from_key(__reduce_max_sync(kAllLanes, key_of(largest + 0.0f))));
+// From each lane's largest token.
+__device__ inline float largest_of_set(float largest) {
+  return from_key(__reduce_max_sync(kAllLanes, key_of(largest + 0.0f)));
 }
 
 __device__ inline float largest_in(const float (&values)[kAtOnce]) {
@@ -230,29 +240,75 @@ __device__ inline float max_of_groups(const float (&values)[kAtOnce], int lane) 
   return over_groups(values, lane, [](float a, float b) { return fmaxf(a, b); }) + 0.0f;
 }
 
+// Raw weights, at temperature 1, of which none is cut, take one instruction for an exponent. Those
+// of a set start from its largest token, but from no lower logit than kLeastStart: so the sums of a
+// row whose largest is below kFarLogit are not to be used, and its groups are repaired; and so are
+// those of a set that has a larger one than kMostStart.
+constexpr float kLeastStart = -1e6f, kFarLogit = -5e5f, kMostStart = 5e8f;
+
+// The sum of a set's raw weights, of the group that is the lane's, from that group's maximum on.
+// NaN where a logit of the group is NaN or +inf, or the set's largest above kMostStart.
+template <class Logits>
+__device__ inline float raw_group_sum(const Set<Logits>& set, float largest_of_set, float maximum,
+                                      int lane) {
+  const float start = fmaxf(largest_of_set, kLeastStart) * -kLog2E;
+  float parts[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    float x[kPiece];
+    Logits::unpack(set.packs[i].words, x);
+    float sums[2];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      const float weight = ex2_approx(__fmaf_rn(x[j], kLog2E, start));
+      sums[j % 2] = j < 2 ? weight : sums[j % 2] + weight;
+    }
+    parts[i] = sums[0] + sums[1];
+  }
+  const float of_maximum = __fmaf_rn(maximum, kLog2E, start);
+  const float sum = sum_of_groups(parts, lane) * ex2_approx(fminf(-of_maximum, 126.0f));
+  return largest_of_set > kMostStart ? nan_f32() : sum;
+}
+
+// The largest of the maxima that a lane has seen, and its group: the first one.
+struct Best {
+  float maximum = kNegInf;
+  int group = 0;
+
+  __device__ void see(float of_group, int group_) {
+    if (of_group > maximum) {
+      maximum = of_group;
+      group = group_;
+    }
+  }
+};
+
 // A set, of a row in which y is the logit. kAll: whether exponents may be wide, and means wanted.
 template <bool kAll, class Logits>
 __device__ inline void stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
-                                  Set<Logits>& set, const Statistics& at) {
+                                  Set<Logits>& set, const Statistics& at, Best& best) {
   float maxima[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float base = base_of_set(largest_in(maxima));
+  const float largest = largest_of_set(largest_in(maxima));
   const float maximum = max_of_groups(maxima, lane);
   const int group = group_of_lane(tile, number * kAtOnce, lane);
   const bool writes = lane_writes(lane);
   renew_all(set);
-  const Exponents exponents = {base, wishes.total ? scale : kLog2E};
-  const float sum = group_sum<kAll>(set, exponents, maximum, lane);
-  if (writes) {
-    at.maxima[group] = sum != sum ? kInf : maximum;
-    at.sums[group] = sum;
-  }
+  const Exponents exponents = {finite_or_zero(largest), wishes.own ? scale : kLog2E};
+  const float sum = wishes.own ? group_sum<kAll>(set, exponents, maximum, lane)
+                               : raw_group_sum(set, largest, maximum, lane);
+  bool repairs = sum != sum;
+  if (writes) at.sums[group] = sum;
   if (wishes.both) {
     renew_all(set);
-    const float raw_sum = group_sum<false>(set, Exponents{base, kLog2E}, maximum, lane);
+    const float raw_sum = raw_group_sum(set, largest, maximum, lane);
+    repairs = repairs || raw_sum != raw_sum;
     if (writes) at.raw_sums[group] = raw_sum;
   }
+  const float left = repairs ? kInf : maximum;
+  if (writes) at.maxima[group] = left;
+  best.see(left, group);
   if (kAll && wishes.mean) {
     renew_all(set);
     const float moment = group_moment(set, exponents, maximum, sum, lane);
@@ -262,34 +318,36 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
 
 // Any tiles of a warp, `step` apart.
 template <class Logits>
-__device__ __noinline__ void stream_any_tiles(const Source source, const Wishes wishes, float scale,
+__device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes wishes, float scale,
                                               int tile, int step, int end, int lane,
-                                              const Statistics at) {
+                                              const Statistics at, Best best) {
 #pragma unroll 1
   for (; tile < end; tile += step) {
 #pragma unroll 1
     for (int number = 0; number < kSets; ++number) {
       Set<Logits> set = load_any_set<Logits>(source, tile, number, lane);
-      stream_set<true>(wishes, scale, tile, number, lane, set, at);
+      stream_set<true>(wishes, scale, tile, number, lane, set, at, best);
     }
   }
+  return best;
 }
 
 // A warp's tiles up to `end`, `step` apart, which load_set() is for and whose first one is in
 // `sets`. The place of a set that is done is where the next tile's is loaded to. Returns the tile
-// after. kBoth: as wishes.both. Each has its own loop: one for both keeps more in registers than
+// after. kOwn: as wishes.own. Each has its own loop: one for both keeps more in registers than
 // there are.
-template <bool kBoth, class Logits>
+template <bool kOwn, class Logits>
 __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wishes, float scale,
                                           int tile, int step, int end, int lane,
-                                          Set<Logits> (&sets)[kSets], const Statistics& at) {
-  const Wishes own = {wishes.total, false, wishes.raw, false, kBoth};
+                                          Set<Logits> (&sets)[kSets], const Statistics& at,
+                                          Best& best) {
+  const Wishes known = {wishes.total, false, wishes.raw, false, kOwn, kOwn && wishes.both};
 #pragma unroll 1
   while (tile < end) {
     const int next = tile + step;
 #pragma unroll
     for (int i = 0; i < kSets; ++i) {
-      stream_set<false>(own, scale, tile, i, lane, sets[i], at);
+      stream_set<false>(known, scale, tile, i, lane, sets[i], at, best);
       if (next < end) sets[i] = load_set<Logits>(source, next, i, lane);
     }
     tile = next;
@@ -300,16 +358,21 @@ __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wi
 // A warp's tiles, `step` apart, of a row in which y is the logit. whole: how many of the row's
 // tiles load_set() is for; sets: the first tile's, if it is one of those.
 template <class Logits>
-__device__ inline void stream_tiles(const Source& source, const Wishes wishes, float scale,
+__device__ inline Best stream_tiles(const Source& source, const Wishes wishes, float scale,
                                     int tile, int step, int end, int whole, int lane,
                                     Set<Logits> (&sets)[kSets], const Statistics& at) {
   const int last = wishes.mean || scale < kLeastScale ? 0 : min(end, whole);
-  if (wishes.both) {
-    tile = stream_loaded_tiles<true>(source, wishes, scale, tile, step, last, lane, sets, at);
+  Best best;
+  if (wishes.own) {
+    tile = stream_loaded_tiles<true>(source, wishes, scale, tile, step, last, lane, sets, at, best);
   } else {
-    tile = stream_loaded_tiles<false>(source, wishes, scale, tile, step, last, lane, sets, at);
+    tile =
+        stream_loaded_tiles<false>(source, wishes, scale, tile, step, last, lane, sets, at, best);
   }
-  if (tile < end) stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at);
+  if (tile < end) {
+    best = stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at, best);
+  }
+  return best;
 }
 
 // Of a tile a bit a token, lane i's two words those of group i.
@@ -557,10 +620,9 @@ __device__ inline RawGroup stream_raw(int tile, int number, int lane, Set<Logits
   float maxima[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float base = base_of_set(largest_in(maxima));
   const float maximum = max_of_groups(maxima, lane);
   renew_all(set);
-  const float sum = group_sum<false>(set, Exponents{base, kLog2E}, maximum, lane);
+  const float sum = raw_group_sum(set, largest_of_set(largest_in(maxima)), maximum, lane);
   renew_all(set);
   if (lane_writes(lane)) {
     at.raw_maxima[group] = maximum;
@@ -574,7 +636,7 @@ __device__ inline RawGroup stream_raw(int tile, int number, int lane, Set<Logits
 template <bool kAll, class Logits>
 __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, int tile, int number,
                                 int lane, const RawGroup& raw, Set<Logits>& set, const Seen& seen,
-                                const TileBits& clear, const Statistics& at) {
+                                const TileBits& clear, const Statistics& at, Best& best) {
   const int group = group_of_lane(tile, number * kAtOnce, lane);
   const bool writes = lane_writes(lane);
   const auto of_group = [&](float value) { return __shfl_sync(kAllLanes, value, group % kWarp); };
@@ -593,10 +655,12 @@ __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, i
     }
   }
   maximum = fmaxf(maximum, seen_maximum);
-  if (writes) at.maxima[group] = raw.sum != raw.sum ? kInf : maximum;
+  const float left = raw.sum != raw.sum ? kInf : maximum;
+  if (writes) at.maxima[group] = left;
+  best.see(left, group);
   if (!wishes.total) return;
   // Groups that hold +inf are worked out anew. Lists may ban it yet, and the others then count.
-  const float base = base_of_set(maximum < kInf ? maximum : kNegInf);
+  const float base = finite_or_zero(largest_of_set(maximum < kInf ? maximum : kNegInf));
   renew_all(set);
   const Exponents exponents = {base, scale};
   const Rebased rebased = exponents.rebased(maximum);
@@ -616,13 +680,13 @@ __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, i
 
 // One set by itself, of any row: what its tile's would be.
 template <class Logits>
-__device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes, int set, int lane,
-                                            const Statistics at) {
+__device__ __noinline__ Best stream_one_set(const Row& row, const Wishes wishes, int set, int lane,
+                                            const Statistics at, Best best) {
   const int tile = set / kSets, number = set % kSets;
   Set<Logits> loaded = load_any_set<Logits>(row, tile, number, lane);
   if (!wishes.split) {
-    stream_set<true>(wishes, row.scale, tile, number, lane, loaded, at);
-    return;
+    stream_set<true>(wishes, row.scale, tile, number, lane, loaded, at, best);
+    return best;
   }
   CheckedWarp& memory = the_checked_warp();
   keep_penalties(row, memory, lane);
@@ -631,15 +695,16 @@ __device__ __noinline__ void stream_one_set(const Row& row, const Wishes wishes,
   const RawGroup raw = stream_raw(tile, number, lane, loaded, at);
   const Seen seen = weigh_seen<Logits>(row, wishes, row.scale, memory, token, tile, lane);
   stream_y<true>(wishes, row.scale, row.masked(), tile, number, lane, raw, loaded, seen,
-                 memory.clear[0], at);
+                 memory.clear[0], at, best);
+  return best;
 }
 
 // As stream_loaded_tiles(), of such a row. The words of a tile's bitmaps are asked for more than a
 // set ahead, and so are the seen tokens of which they tell. kTotal: as wishes.total.
 template <bool kTotal, class Logits>
 __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int step, int end,
-                                                  int lane, const Statistics& at) {
-  const Wishes wishes = {kTotal, false, true, true, false};
+                                                  int lane, const Statistics& at, Best& best) {
+  const Wishes wishes = {kTotal, false, true, true, kTotal, false};
   CheckedWarp& memory = the_checked_warp();
   GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
   Set<Logits> sets[kSets];
@@ -664,7 +729,7 @@ __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int 
         token = begin_tile<Logits>(row, memory, words, next, -1, lane, memory.clear[turn ^ 1]);
       }
       stream_y<false>(wishes, scale, masked, tile, i, lane, raw, sets[i], seen, memory.clear[turn],
-                      at);
+                      at, best);
       if (next < end) sets[i] = load_set<Logits>(row, next, i, lane);
     }
     turn ^= 1;
@@ -675,24 +740,27 @@ __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int 
 
 // A warp's tiles of such a row, `step` apart. whole: how many of the row's tiles load_set() is for.
 template <class Logits>
-__device__ __noinline__ void stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
+__device__ __noinline__ Best stream_checked_tiles(const Row& row, const Wishes wishes, int tile,
                                                   int step, int end, int whole, int lane,
                                                   const Statistics at) {
+  Best best;
   if constexpr (!Logits::kSharded) {
     const int last = wishes.mean || row.scale < kLeastScale ? 0 : min(end, whole);
     if (tile < last) {
-      tile = wishes.total
-                 ? stream_loaded_checked_tiles<true, Logits>(row, tile, step, last, lane, at)
-                 : stream_loaded_checked_tiles<false, Logits>(row, tile, step, last, lane, at);
+      tile =
+          wishes.total
+              ? stream_loaded_checked_tiles<true, Logits>(row, tile, step, last, lane, at, best)
+              : stream_loaded_checked_tiles<false, Logits>(row, tile, step, last, lane, at, best);
     }
   }
 #pragma unroll 1
   for (; tile < end; tile += step) {
 #pragma unroll 1
     for (int i = 0; i < kSets; ++i) {
-      stream_one_set<Logits>(row, wishes, tile * kSets + i, lane, at);
+      best = stream_one_set<Logits>(row, wishes, tile * kSets + i, lane, at, best);
     }
   }
+  return best;
 }
 
 }  // namespace graphed_sampling

@@ -184,11 +184,12 @@ __device__ inline void keep_in_row(const Row& row, Selection* selection) {
   }
 }
 
-// What the end of a row is written to, and the thread's one of its stop ids.
+// What the end of a row is written to, and what is asked for ahead: the thread's one of its stop
+// ids, and of its recent tokens the one before the lane's.
 struct Ending {
   int32_t* out;
   SeenTables tables;
-  int stop;
+  int stop, before;
 
   __device__ explicit Ending(const Shared& shared) : tables() {
     const StepArguments& a = shared.arguments;
@@ -196,6 +197,9 @@ struct Ending {
     const int thread = static_cast<int>(threadIdx.x);
     out = a.output + int64_t{task.index} * a.layout.output_words();
     stop = thread < task.header[kParamNumStop] ? task.row.params[a.layout.stop_ids() + thread] : -1;
+    before = thread < kWarp
+                 ? ask_for_recent(task.row.state + kStateRecent, a.layout.recent_tokens(), thread)
+                 : 0;
     if (a.layout.penalties) {
       tables.bits =
           a.tables + a.layout.output_bits() + int64_t{task.slot} * a.layout.bitmap_words();
@@ -206,7 +210,7 @@ struct Ending {
   __device__ void report(Shared& shared, Block& block, const Selection& selection,
                          int row_flags) const {
     graphed_sampling::report<Logits>(shared, block, shared.arguments.layout, out, tables, selection,
-                                     row_flags, stop);
+                                     row_flags, stop, before);
   }
 };
 
@@ -231,20 +235,62 @@ __device__ __noinline__ Outcome finish_usual() {
   const bool other_filters =
       load_f32(header + kParamTypicalP) < 1.0f || load_f32(header + kParamEpsilonCutoff) > 0.0f ||
       load_f32(header + kParamEtaCutoff) > 0.0f || load_f32(header + kParamTopNSigma) > 0.0f;
-  if (!task.in_shared || most > kShortList || (other_filters && !greedy)) return Outcome::kOther;
+  if (!task.in_shared || most > kShortList || (other_filters && !greedy)) {
+    return Outcome::kOther;
+  }
 
   const Owned owned(task.groups, thread);
   const float* maxima = the_statistics();
   const float* sums = maxima + task.groups;
-  shared.bins[thread] = 0;
   float mine = kNegInf, mine_raw = kNegInf;
   const float* raw_maxima = wishes.split ? task.at.raw_maxima : maxima;
   const float* raw_sums = wishes.split || wishes.both ? task.at.raw_sums : sums;
-  owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
   const bool unfiltered = wishes.total && top_p >= 1.0f;
   if (unfiltered && thread == kThreads - 1) task.word = draw_word();
-  // As many maxima as threads that have tokens are not below the lowest of theirs.
-  Range range = block.range(mine > kNegInf ? mine : kInf, mine);
+  // Greedy rows want to know which group has the largest: the first one. For others, no fewer
+  // maxima than a list is for are not below the lowest of some, if there are so many.
+  Range range;
+  int first_group = 0;
+  const auto take_best = [&] {
+    const BestOfWarps& of_row = shared.best;
+    uint64_t best = 0;
+    int lowest = key_of(kInf);
+#pragma unroll
+    for (int i = lane; i < kMostStreamers; i += kWarp) {
+      if (i >= task.streamers) continue;
+      const uint64_t other = of_row.orders[i];
+      best = other > best ? other : best;
+      lowest = min(lowest, of_row.lowest[i]);
+    }
+    best = max_of_lanes(best);
+    range = {from_key(__reduce_min_sync(kAllLanes, lowest)), y_of_order(best)};
+    first_group = id_of_order(best);
+  };
+  const auto find_largest = [&] {
+    int at = 0;
+    mine = kNegInf;
+    owned.each([&](int, int group) {
+      const float largest_of_four = Vector(maxima + group).largest();
+      at = largest_of_four > mine ? group : at;
+      mine = fmaxf(mine, largest_of_four);
+    });
+    if (greedy) {
+      const Vector maximum(maxima + at);
+#pragma unroll
+      for (int j = 3; j >= 0; --j) first_group = maximum[j] == mine ? at + j : first_group;
+      const uint64_t best = block.max_bits(order_of(mine, first_group));
+      range.high = y_of_order(best);
+      first_group = id_of_order(best);
+    } else {
+      range = block.range(mine > kNegInf ? mine : kInf, mine);
+    }
+  };
+  const int streamers = min(task.streamers, task.groups / kGroupsOfTile);
+  if (streamers == 0 || most > streamers * (kWarp / 2)) {
+    find_largest();
+  } else {
+    take_best();
+  }
   float raw_largest = range.high;
   if (wishes.raw && wishes.split) {
     owned.each([&](int, int group) {
@@ -257,7 +303,7 @@ __device__ __noinline__ Outcome finish_usual() {
 
   // Each warp's part of the raw weights: they are added up when they are asked for. Where nothing
   // is read but tokens that may be drawn, that is done while these come.
-  const bool raw_later = wishes.raw && !greedy && !unfiltered && !row.has(kLists);
+  const bool raw_later = wishes.raw && !unfiltered && !row.has(kLists);
   if (wishes.raw && !raw_later) {
     leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
   }
@@ -265,13 +311,12 @@ __device__ __noinline__ Outcome finish_usual() {
     // From here on the statistics are those of y.
     use_lists(block);
     repair_listed<Logits>(shared, block);
-    mine = kNegInf;
-    owned.each([&](int, int group) { mine = fmaxf(mine, Vector(maxima + group).largest()); });
-    range = block.range(mine > kNegInf ? mine : kInf, mine);
+    find_largest();
   }
   const float largest = range.high;
   const Exponents exponents = {largest, row.scale};
-  if (!(fabsf(largest) < kInf) || exponents.wide()) return Outcome::kOther;
+  const bool usual = fabsf(largest) < kInf && !is_far(fminf(largest, raw_largest));
+  if (!usual || exponents.wide()) return Outcome::kOther;
   if (thread == 0) {
     task.largest = largest;
     task.raw_largest = raw_largest;
@@ -282,20 +327,14 @@ __device__ __noinline__ Outcome finish_usual() {
   Selection selection = {};
   int listed = 0;
   if (greedy) {
-    unsigned first = ~0u;
-    owned.each([&](int, int group) {
-      const Vector maximum(maxima + group);
-#pragma unroll
-      for (int j = 3; j >= 0; --j) {
-        if (maximum[j] == largest) first = min(first, static_cast<unsigned>(group + j));
-      }
+    // All warps look for it, so that none waits for another when its tokens are on their way.
+    const int token = first_in_group<Logits>(row, first_group, largest, lane, [&] {
+      if (raw_later) leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
     });
-    const int group = static_cast<int>(block.min_bits(first));
-    if (block.warp() == 0) {
-      if (lane == 0 && wishes.raw) shared.raw_log = log_of_parts(shared);
-      const int token = first_in_group<Logits>(row, group, largest, lane);
-      selection = {true, {token, largest}, {largest, largest, token}, int64_t{1} << kMassBits, 1};
-    }
+    __syncthreads();
+    if (thread == 0 && wishes.raw) shared.raw_log = log_of_parts(shared);
+    __syncwarp();
+    selection = {true, {token, largest}, {largest, largest, token}, int64_t{1} << kMassBits, 1};
   } else if (unfiltered) {
     const int64_t mass = mass_of_owned(owned, maxima, sums, largest, row.scale);
     int64_t total;
@@ -316,10 +355,11 @@ __device__ __noinline__ Outcome finish_usual() {
         }
       });
     }
+    // Beside the search for the group.
+    if (thread == kThreads - 1 && wishes.raw) shared.raw_log = log_of_parts(shared);
     __syncthreads();
     const Kept all = {largest, kNegInf, row.vocab};
     if (block.warp() == 0) {
-      if (lane == 0 && wishes.raw) shared.raw_log = log_of_parts(shared);
       const DrawnGroup& group = shared.drawn_group;
       const Drawn drawn = draw_in_group<Logits>(task, all, total, group, maxima[group.group], lane);
       selection = {true, drawn, all, total, 0};
@@ -438,7 +478,10 @@ __device__ __noinline__ Outcome finish_usual() {
   const bool by_warp = (top_n == 0 || from_list) && header[kParamNumGiven] == 0 && !row.has(kRank);
   if (by_warp) {
     if (block.warp() == 0) {
-      report_by_warp<Logits>(ending.out, ending.tables, selection, top_n, listed, ending.stop);
+      report_by_warp<Logits>(ending.out, ending.tables, selection, top_n, listed, ending.stop,
+                             ending.before);
+    } else if (block.warp() == 1) {
+      clear_lists(shared.arguments.layout, ending.out, top_n, lane);
     }
     return Outcome::kFinished;
   }
