@@ -78,29 +78,57 @@ __device__ __forceinline__ void renew(uint32_t& word) {
 #endif
 }
 
-// The larger of two pairs of bf16 or fp16, each for itself; of NaN and a number the number.
+// The larger of two. Of NaN and a number that is NaN with kNan, else the number.
+template <bool kNan>
+__device__ __forceinline__ float max_f32(float a, float b) {
+  if constexpr (!kNan) {
+    return fmaxf(a, b);
+  } else {
+#ifdef __CUDACC__
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return a != a ? a : b != b ? b : fmaxf(a, b);
+#endif
+  }
+}
+
+// The same of pairs of bf16 or fp16, each for itself.
+template <bool kNan>
 __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
 #ifdef __CUDACC__
   uint32_t result;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  if constexpr (kNan) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
   return result;
 #else
-  const float low = fmaxf(__uint_as_float(a << 16), __uint_as_float(b << 16));
-  const float high = fmaxf(__uint_as_float(a & 0xFFFF0000u), __uint_as_float(b & 0xFFFF0000u));
+  const float low = max_f32<kNan>(__uint_as_float(a << 16), __uint_as_float(b << 16));
+  const float high =
+      max_f32<kNan>(__uint_as_float(a & 0xFFFF0000u), __uint_as_float(b & 0xFFFF0000u));
   return (__float_as_uint(high) & 0xFFFF0000u) | __float_as_uint(low) >> 16;
 #endif
 }
 
+template <bool kNan>
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
 #ifdef __CUDACC__
   uint32_t result;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  if constexpr (kNan) {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
   return result;
 #else
   const auto larger = [](uint32_t x, uint32_t y) {
     const float fx = half_to_float(static_cast<uint16_t>(x & 0xFFFFu));
     const float fy = half_to_float(static_cast<uint16_t>(y & 0xFFFFu));
-    return (fx != fx || fy > fx ? y : x) & 0xFFFFu;
+    const bool takes_y = kNan ? fx == fx && !(fy <= fx) : fx != fx || fy > fx;
+    return (takes_y ? y : x) & 0xFFFFu;
   };
   return larger(a, b) | larger(a >> 16, b >> 16) << 16;
 #endif

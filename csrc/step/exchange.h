@@ -102,7 +102,7 @@ __device__ inline void send_statistics(const ShardedArguments& s, int64_t record
     }
   };
   send(at.maxima, 0);
-  if (wishes.total || !wishes.split) send(at.sums, 1);
+  if (wishes.total || (wishes.raw && !wishes.split)) send(at.sums, 1);
   if (wishes.split) send(at.raw_maxima, 2);
   if (wishes.split || wishes.both) send(at.raw_sums, 3);
   if (wishes.mean) send(at.moments, 4);

@@ -16,7 +16,7 @@ constexpr int kFewRows = 8;
 struct Step {
   int rows, blocks;
 };
-constexpr Step kClusters[] = {{16, 8}, {32, 4}, {128, 2}, {1 << 30, 1}};
+constexpr Step kClusters[] = {{16, 8}, {56, 4}, {128, 2}, {1 << 30, 1}};
 
 inline int blocks_of_cluster(int rows, int most_blocks) {
   for (const Step& step : kClusters) {

@@ -34,11 +34,12 @@ struct Float32 {
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) x[i] = __uint_as_float(words[i]);
   }
-  // Of all that the words hold; NaN counts only where there is nothing else.
+  // Of all that the words hold. NaN counts with kNan, else only where there is nothing else.
+  template <bool kNan = false>
   __device__ static float largest(const uint32_t (&words)[8]) {
     float x = __uint_as_float(words[0]);
 #pragma unroll
-    for (int i = 1; i < 8; ++i) x = fmaxf(x, __uint_as_float(words[i]));
+    for (int i = 1; i < 8; ++i) x = max_f32<kNan>(x, __uint_as_float(words[i]));
     return x;
   }
 };
@@ -62,10 +63,11 @@ struct BFloat16 {
       x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
     }
   }
+  template <bool kNan = false>
   __device__ static float largest(const uint32_t (&words)[4]) {
-    const uint32_t word =
-        max_bf16x2(max_bf16x2(words[0], words[1]), max_bf16x2(words[2], words[3]));
-    return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+    const uint32_t word = max_bf16x2<kNan>(max_bf16x2<kNan>(words[0], words[1]),
+                                           max_bf16x2<kNan>(words[2], words[3]));
+    return max_f32<kNan>(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
   }
 };
 
@@ -88,10 +90,12 @@ struct Float16 {
       x[2 * i + 1] = half_to_float(static_cast<uint16_t>(words[i] >> 16));
     }
   }
+  template <bool kNan = false>
   __device__ static float largest(const uint32_t (&words)[4]) {
-    const uint32_t word = max_f16x2(max_f16x2(words[0], words[1]), max_f16x2(words[2], words[3]));
-    return fmaxf(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
-                 half_to_float(static_cast<uint16_t>(word >> 16)));
+    const uint32_t word =
+        max_f16x2<kNan>(max_f16x2<kNan>(words[0], words[1]), max_f16x2<kNan>(words[2], words[3]));
+    return max_f32<kNan>(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
+                         half_to_float(static_cast<uint16_t>(word >> 16)));
   }
 };
 

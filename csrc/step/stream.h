@@ -1,6 +1,8 @@
 // The first pass: every logit once, of which it keeps maxima and sums of groups.
 #pragma once
 
+#include <type_traits>
+
 #include "block.h"
 #include "row.h"
 
@@ -316,6 +318,22 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
   }
 }
 
+// A set's maxima alone, of such a row in which nobody asks what tokens weigh.
+template <class Logits>
+__device__ inline void stream_maxima(int tile, int number, int lane, const Set<Logits>& set,
+                                     const Statistics& at, Best& best) {
+  float maxima[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const float largest = Logits::template largest<true>(set.packs[i].words);
+    maxima[i] = largest != largest ? kInf : largest;
+  }
+  const float maximum = max_of_groups(maxima, lane);
+  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  if (lane_writes(lane)) at.maxima[group] = maximum;
+  best.see(maximum, group);
+}
+
 // Any tiles of a warp, `step` apart.
 template <class Logits>
 __device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes wishes, float scale,
@@ -334,20 +352,25 @@ __device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes 
 
 // A warp's tiles up to `end`, `step` apart, which load_set() is for and whose first one is in
 // `sets`. The place of a set that is done is where the next tile's is loaded to. Returns the tile
-// after. kOwn: as wishes.own. Each has its own loop: one for both keeps more in registers than
-// there are.
-template <bool kOwn, class Logits>
+// after. Each kind of weights has its own loop: one for all keeps more in registers than there are.
+enum class Weights { kNone, kRaw, kOwn };
+template <Weights kWeights, class Logits>
 __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wishes, float scale,
                                           int tile, int step, int end, int lane,
                                           Set<Logits> (&sets)[kSets], const Statistics& at,
                                           Best& best) {
+  constexpr bool kOwn = kWeights == Weights::kOwn;
   const Wishes known = {wishes.total, false, wishes.raw, false, kOwn, kOwn && wishes.both};
 #pragma unroll 1
   while (tile < end) {
     const int next = tile + step;
 #pragma unroll
     for (int i = 0; i < kSets; ++i) {
-      stream_set<false>(known, scale, tile, i, lane, sets[i], at, best);
+      if constexpr (kWeights == Weights::kNone) {
+        stream_maxima(tile, i, lane, sets[i], at, best);
+      } else {
+        stream_set<false>(known, scale, tile, i, lane, sets[i], at, best);
+      }
       if (next < end) sets[i] = load_set<Logits>(source, next, i, lane);
     }
     tile = next;
@@ -363,11 +386,16 @@ __device__ inline Best stream_tiles(const Source& source, const Wishes wishes, f
                                     Set<Logits> (&sets)[kSets], const Statistics& at) {
   const int last = wishes.mean || scale < kLeastScale ? 0 : min(end, whole);
   Best best;
+  const auto stream_loaded = [&](auto weights) {
+    return stream_loaded_tiles<decltype(weights)::value>(source, wishes, scale, tile, step, last,
+                                                         lane, sets, at, best);
+  };
   if (wishes.own) {
-    tile = stream_loaded_tiles<true>(source, wishes, scale, tile, step, last, lane, sets, at, best);
+    tile = stream_loaded(std::integral_constant<Weights, Weights::kOwn>());
+  } else if (wishes.total || wishes.raw) {
+    tile = stream_loaded(std::integral_constant<Weights, Weights::kRaw>());
   } else {
-    tile =
-        stream_loaded_tiles<false>(source, wishes, scale, tile, step, last, lane, sets, at, best);
+    tile = stream_loaded(std::integral_constant<Weights, Weights::kNone>());
   }
   if (tile < end) {
     best = stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at, best);

@@ -13,6 +13,7 @@ namespace graphed_sampling {
 
 constexpr int kShortList = kThreads;
 constexpr int kFetchedAhead = 128;  // tokens of a list
+constexpr int kManyGroups = 192;    // that a nucleus reaches
 constexpr int kThreadBits = 8;
 static_assert(kThreads == 1 << kThreadBits);
 
@@ -366,6 +367,7 @@ __device__ __noinline__ Outcome finish_usual() {
     }
   } else {
     float bound = -kFltMax;  // y of what the filters keep reaches it
+    float wider = bound;     // the same, of rows of which many groups reach that
     int64_t total = 0;       // where the mass of all tokens matters
     if (min_p > 0.0f) {
       const double offset = load_f64(header + kParamMinPOffset);
@@ -373,15 +375,17 @@ __device__ __noinline__ Outcome finish_usual() {
     }
     if (wishes.total || top_k > 0) {
       float low = range.low, unit = 0.0f;
-      uint32_t needed = static_cast<uint32_t>(most);
+      uint32_t needed = static_cast<uint32_t>(most), needed_wider = needed;
       if (wishes.total) {
         const float of_largest = block.total(weight_of_owned(owned, maxima, sums, exponents));
         total = static_cast<int64_t>(of_largest * static_cast<float>(kOne));
         // Weights of groups in units of 2**-30 of the total, none rounded up. Groups below the
-        // bound may hold 13/16 of what top_p leaves out; the rest is for tokens below it in others.
+        // bound may hold 13/16 of what top_p leaves out, and half of it where they are many; the
+        // rest is for tokens below it in others.
         unit = 1073741824.0f / of_largest;
-        const float spare = (1.0f - top_p) * (1073741824.0f * 0.8125f);
-        needed = static_cast<uint32_t>(1073741824.0f - spare) + 1;
+        const float left_out = (1.0f - top_p) * 1073741824.0f;
+        needed = static_cast<uint32_t>(1073741824.0f - left_out * 0.8125f) + 1;
+        needed_wider = static_cast<uint32_t>(1073741824.0f - left_out * 0.5f) + 1;
         const float tokens = static_cast<float>(task.groups * kGroup);
         const float start =
             fminf(lg2_approx(of_largest * fmaxf(1.0f - top_p, 1e-6f) / tokens) - 1.0f, -1.0f);
@@ -404,20 +408,36 @@ __device__ __noinline__ Outcome finish_usual() {
         }
       });
       __syncthreads();
+      // A little below a bin's end, so that all that it counted reaches it.
+      const auto end_of = [&](int bin) {
+        const float end = largest - static_cast<float>(bin + 1) / scale.slope;
+        return end - (largest - low + fabsf(largest)) * 1e-6f;
+      };
       const int last = reaching_bin(shared.bins, needed, lane);
       if (last == kBins) return Outcome::kOther;
-      // A little below the bin's end, so that all that it counted reaches it.
-      const float end = largest - static_cast<float>(last + 1) / scale.slope;
-      bound = fmaxf(bound, end - (largest - low + fabsf(largest)) * 1e-6f);
+      bound = fmaxf(bound, end_of(last));
+      wider = bound;
+      if (wishes.total) {
+        const int wider_last = reaching_bin(shared.bins, needed_wider, lane);
+        wider = wider_last < kBins ? end_of(wider_last) : bound;
+      }
     }
     uint32_t reaching = 0;
-    owned.each([&](int i, int group) {
-      const Vector maximum(maxima + group);
+    int groups, place;
+    const auto find_reaching = [&] {
+      reaching = 0;
+      owned.each([&](int i, int group) {
+        const Vector maximum(maxima + group);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) reaching |= (maximum[j] >= bound ? 1u : 0u) << (4 * i + j);
-    });
-    int groups;
-    int place = block.sum_before(__popc(reaching), &groups);
+        for (int j = 0; j < 4; ++j) reaching |= (maximum[j] >= bound ? 1u : 0u) << (4 * i + j);
+      });
+      place = block.sum_before(__popc(reaching), &groups);
+    };
+    find_reaching();
+    if (groups > kManyGroups && wider < bound) {
+      bound = wider;
+      find_reaching();
+    }
     shared.bins[thread] = 0;
     const bool in_list = groups <= kListedGroups;
     if (in_list) {
