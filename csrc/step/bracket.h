@@ -266,6 +266,8 @@ __device__ __noinline__ Range bracket_of(Shared& shared, Block& block, const Kep
   return {weighing.low, weighing.high};
 }
 
+static_assert((int64_t{kBracketed} << kLimbBits) < int64_t{1} << 32);
+
 // Whether a row has a place for a list around its cut; smaller ones do without.
 __device__ inline bool has_bracket(const Row& row) { return row.vocab > kListed; }
 
@@ -314,45 +316,6 @@ __device__ inline void for_each_bracketed(const Task& task, int count, Use use) 
   }
 }
 
-// In which bin of the list around the cut the cut is: behind what is `left` to be kept of the list.
-struct CutBin {
-  int bin;         // -1 where the whole list is less than what is left
-  int64_t before;  // mass of the bins before it
-};
-
-// bin_of(y): of kBins. mass_at(y) fits into kMassBits + 1 bits.
-template <class BinOf, class MassAt>
-__device__ inline CutBin cut_bin(Shared& shared, Block& block, int count, int64_t left,
-                                 BinOf bin_of, MassAt mass_at) {
-  // In limbs, whose sums over a bracket fit: additions of 32 bits take one instruction.
-  constexpr int kLimb = 14, kLimbs = 3;
-  static_assert(kLimb * kLimbs > kMassBits && (int64_t{kBracketed} << kLimb) < int64_t{1} << 32);
-  const int thread = block.thread();
-  for (int i = 0; i < kLimbs; ++i) shared.mass_limbs[i][thread] = 0;
-  if (thread == 0) shared.found = -1;
-  __syncthreads();
-  for_each_bracketed(shared.task, count, [&](float y, int) {
-    const int bin = bin_of(y);
-    int64_t mass = mass_at(y);
-#pragma unroll
-    for (int limb = 0; limb < kLimbs; ++limb, mass >>= kLimb) {
-      const auto part = static_cast<uint32_t>(mass & ((1 << kLimb) - 1));
-      if (part > 0) atomicAdd(&shared.mass_limbs[limb][bin], part);
-    }
-  });
-  __syncthreads();
-  int64_t inside, mine = 0;
-  for (int i = kLimbs - 1; i >= 0; --i) mine = (mine << kLimb) + shared.mass_limbs[i][thread];
-  const int64_t before = block.sum_before(mine, &inside);
-  if (before < left && before + mine >= left) {
-    shared.found = thread;
-    shared.found_before = before;
-  }
-  if (thread == 0) shared.count = 0;
-  __syncthreads();
-  return {shared.found, shared.found_before};
-}
-
 // Lists the tokens of one bin, in no order, as many as fit; how many there are, and how many a
 // thread has come upon in the bins before it.
 template <class BinOf>
@@ -396,7 +359,9 @@ __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block,
   const Bins bins(low, fminf(high, highest));
   const auto bin_of = [&](float y) { return bins.bin(y); };
   ListCut result = {};
-  const CutBin cut = cut_bin(shared, block, count, left, bin_of, mass_at);
+  const CutBin cut = cut_bin(shared, block, left, [&](auto add) {
+    for_each_bracketed(shared.task, count, [&](float y, int) { add(bin_of(y), mass_at(y)); });
+  });
   if (cut.bin < 0) return result;
   int kept;
   const int in_cut = list_bin(shared, count, cut.bin, &kept, bin_of);

@@ -15,24 +15,26 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
   static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
   const bool plain = row.plain();
-  int count = 0;
+  int count = 0, first = block.thread() * kEach;
+  int id = -1;
+  Pack<Logits> packs[kEach] = {};
+  const auto load = [&] {
+    id = -1;
+    if (first >= pieces) return;
+    id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) packs[i] = load_pack<Logits>(row, id + i * kPiece);
+  };
+  load();
+  meanwhile();
 #pragma unroll 1
   for (int begin = 0; begin < pieces && count <= kListed; begin += kThreads * kEach) {
-    const int first = begin + block.thread() * kEach;
     uint32_t reaching = 0;
-    int ids[kEach] = {};
-    float y[kEach][kPiece] = {};
-    Pack<Logits> packs[kEach] = {};
-    if (first < pieces) {
-      const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
+    int ids[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        ids[i] = id + i * kPiece;
-        packs[i] = load_pack<Logits>(row, ids[i]);
-      }
-    }
-    if (begin == 0) meanwhile();
-    if (first < pieces) {
+    for (int i = 0; i < kEach; ++i) ids[i] = id + i * kPiece;
+    float y[kEach][kPiece] = {};
+    if (id >= 0) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) y_of_pack<Logits>(row, packs[i], ids[i], y[i]);
 #pragma unroll
@@ -43,6 +45,9 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
         }
       }
     }
+    // The next ones, on their way while these are listed.
+    first += kThreads * kEach;
+    load();
     int listed;
     int place = count + block.sum_before(__popc(reaching), &listed);
     if (Logits::kSharded || !plain) {
@@ -306,6 +311,137 @@ __device__ inline __noinline__ bool filter_later(Shared& shared, Block& block, i
   return complete;
 }
 
+// In which bin the cut of a filter is: behind what is `left` to be kept.
+struct CutBin {
+  int bin;         // -1 where all bins are less than what is left
+  int64_t before;  // mass of the bins before it
+};
+
+// for_each(add) calls add(bin, mass) for a thread's tokens: bins of kBins, masses of kMassBits + 1
+// bits.
+template <class ForEach>
+__device__ inline CutBin cut_bin(Shared& shared, Block& block, int64_t left, ForEach for_each) {
+  static_assert(kLimbBits * kMassLimbs > kMassBits);
+  const int thread = block.thread();
+  for (int i = 0; i < kMassLimbs; ++i) shared.mass_limbs[i][thread] = 0;
+  if (thread == 0) shared.found = -1;
+  __syncthreads();
+  for_each([&](int bin, int64_t mass) {
+#pragma unroll
+    for (int limb = 0; limb < kMassLimbs; ++limb, mass >>= kLimbBits) {
+      const auto part = static_cast<uint32_t>(mass & ((1 << kLimbBits) - 1));
+      if (part > 0) atomicAdd(&shared.mass_limbs[limb][bin], part);
+    }
+  });
+  __syncthreads();
+  int64_t inside, mine = 0;
+  for (int i = kMassLimbs - 1; i >= 0; --i) {
+    mine = (mine << kLimbBits) + shared.mass_limbs[i][thread];
+  }
+  const int64_t before = block.sum_before(mine, &inside);
+  if (before < left && before + mine >= left) {
+    shared.found = thread;
+    shared.found_before = before;
+  }
+  if (thread == 0) shared.count = 0;
+  __syncthreads();
+  return {shared.found, shared.found_before};
+}
+
+// top_p, if any, and the draw on a long list, without sorting it: the cut's bin by mass, and the
+// cut among its tokens by comparing each with all. of_total: top_p is of this total, or, 0, of the
+// list's own. False, with nothing changed that counts, where more tokens than threads are in the
+// cut's bin.
+__device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& block, int count,
+                                                        float top_p, int64_t of_total,
+                                                        Selection* selection) {
+  const Task& task = shared.task;
+  const int thread = block.thread();
+  const double scale = load_f64(task.header + kParamWideScale);
+  const double largest = static_cast<double>(task.largest);
+  int64_t mine = 0;
+  float lowest = kInf;
+  __syncthreads();  // what has the masses' place may still be in use
+#pragma unroll 1
+  for (int i = thread; i < count; i += kThreads) {
+    const float y = shared.list_y[i];
+    const int64_t mass = mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
+    shared.masses[i] = mass;
+    mine += mass;
+    lowest = fminf(lowest, y);
+  }
+  lowest = block.min(lowest);
+  uint64_t cut = 0;
+  if (top_p < 1.0f) {
+    const int64_t target = target_of(top_p, of_total > 0 ? of_total : block.sum(mine));
+    const Bins bins(lowest, task.largest);
+    const CutBin found = cut_bin(shared, block, target, [&](auto add) {
+#pragma unroll 1
+      for (int i = thread; i < count; i += kThreads) {
+        add(bins.bin(shared.list_y[i]), shared.masses[i]);
+      }
+    });
+    selection->complete = found.bin >= 0;
+    if (found.bin < 0) return true;
+#pragma unroll 1
+    for (int i = thread; i < count; i += kThreads) {
+      if (bins.bin(shared.list_y[i]) != found.bin) continue;
+      const int place = atomicAdd(&shared.count, 1);
+      if (place < kThreads) shared.in_cut[place] = i;
+    }
+    __syncthreads();
+    const int in_cut = shared.count;
+    if (in_cut > kThreads) return false;
+    const auto order_at = [&](int i) { return order_of(shared.list_y[i], shared.list_ids[i]); };
+    if (thread < in_cut) {
+      const int own = shared.in_cut[thread];
+      const uint64_t order = order_at(own);
+      int64_t before = found.before;
+#pragma unroll 1
+      for (int i = 0; i < in_cut; ++i) {
+        const int other = shared.in_cut[i];
+        if (order_at(other) > order) before += shared.masses[other];
+      }
+      if (before < target && before + shared.masses[own] >= target) shared.found_order = order;
+    }
+    __syncthreads();
+    cut = shared.found_order;
+  }
+  // Neighbours, so that ids ascend as threads do.
+  const int each = (count + kThreads - 1) / kThreads;
+  const int first = thread * each, end = min(first + each, count);
+  const auto mass_at = [&](int i) {
+    return order_of(shared.list_y[i], shared.list_ids[i]) >= cut ? shared.masses[i] : int64_t{0};
+  };
+  int kept = 0;
+  mine = 0;
+  uint64_t least = ~uint64_t{0};
+#pragma unroll 1
+  for (int i = first; i < end; ++i) {
+    const uint64_t order = order_of(shared.list_y[i], shared.list_ids[i]);
+    if (order < cut) continue;
+    mine += shared.masses[i];
+    ++kept;
+    least = order < least ? order : least;
+  }
+  int64_t before = block.sum_before(mine, &selection->total);
+  const int64_t position = position_of(task.word, selection->total);
+  if (before <= position && position < before + mine) {
+    int i = first;
+    for (before += mass_at(i); before <= position; before += mass_at(i)) ++i;
+    shared.found = i;
+  }
+  // Its barrier makes what was found known too.
+  selection->num_kept = static_cast<int>(block.sum(kept));
+  selection->drawn = {shared.list_ids[shared.found], shared.list_y[shared.found]};
+  selection->kept = {task.largest, task.largest, 0};
+  if (task.row.has(kProcessed)) {
+    least = block.min_bits(least);
+    selection->kept = {task.largest, y_of_order(least), id_of_order(least)};
+  }
+  return true;
+}
+
 // All filters on a list, and the draw.
 //
 // from_statistics: the list is the head of all tokens, which weigh task.total; else it holds the
@@ -326,6 +462,14 @@ __device__ inline Selection filter_list(Shared& shared, Block& block, int count,
                      0.0};
   Selection selection = {};
   selection.complete = true;
+  const bool later = load_f32(params + kParamTypicalP) < 1.0f ||
+                     load_f32(params + kParamEpsilonCutoff) > 0.0f ||
+                     load_f32(params + kParamEtaCutoff) > 0.0f;
+  if (top_k == 0 && !later && count > kThreads &&
+      draw_from_long_list(shared, block, count, top_p, from_statistics ? task.total : 0,
+                          &selection)) {
+    return selection;
+  }
   if (top_k > 0 || top_p < 1.0f) {
     const uint64_t* sorted = sort_list(shared, block, count);
     int kept = top_k > 0 && top_k < count ? top_k : count;
@@ -347,8 +491,7 @@ __device__ inline Selection filter_list(Shared& shared, Block& block, int count,
     filters.cut = sorted[kept - 1];
     from_statistics = from_statistics && top_p >= 1.0f;
   }
-  if (load_f32(params + kParamTypicalP) < 1.0f || load_f32(params + kParamEpsilonCutoff) > 0.0f ||
-      load_f32(params + kParamEtaCutoff) > 0.0f) {
+  if (later) {
     selection.complete = selection.complete && filter_later(shared, block, count, filters,
                                                             from_statistics, mean, z_bound);
   }

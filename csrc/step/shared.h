@@ -12,6 +12,9 @@ constexpr int kListedGroups = 1024;  // groups that are read again for one
 constexpr int kSharedGroups = 4096;  // whose statistics fit into shared memory: 262144 tokens
 constexpr int kBins = kThreads;      // one a thread
 constexpr int kMaxListedTopK = 1024;
+// Masses are added up in limbs of so many bits, whose sums fit: additions of 32 bits take one
+// instruction.
+constexpr int kLimbBits = 14, kMassLimbs = 3;
 constexpr int kBracketed = 16384;  // tokens around the cut of a flat row that its list holds
 constexpr int kFineBins = 4 * kThreads;
 
@@ -130,6 +133,7 @@ struct Shared {
   // What one thread found for all.
   int found;
   float found_y;
+  uint64_t found_order;
   int count;  // of a list that warps append to
   int64_t found_before, found_mass;
   DrawnGroup drawn_group;
@@ -138,13 +142,18 @@ struct Shared {
   double raw_log;           // its logarithm
   BestOfWarps best;
   alignas(16) uint32_t bins[kBins];
-  int32_t group_list[kListedGroups];
+  // Groups that are read for a list, until there is one.
+  union {
+    int32_t group_list[kListedGroups];
+    uint32_t mass_limbs[kMassLimbs][kBins];
+    int32_t in_cut[kThreads];  // places in the list
+  };
   // Candidates; in canonical order but around the cut of a flat row.
   float list_y[kListed];
   int32_t list_ids[kListed];
   union alignas(16) {
     uint64_t keys[kListed];
-    uint32_t mass_limbs[3][kBins];
+    int64_t masses[kListed];
     uint32_t fine_bins[2][kFineBins];
     CheckedWarp checked[kWarps];
     struct {

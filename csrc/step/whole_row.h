@@ -335,7 +335,9 @@ __device__ __noinline__ double reach_in_row(Shared& shared, Block& block, const 
     const float place = (static_cast<float>(distance_of(y)) - first) * per_bin;
     return static_cast<int>(fmaxf(fminf(place, kBins - 1.0f), 0.0f));
   };
-  const CutBin cut = cut_bin(shared, block, count, left, bin_of, mass_at);
+  const CutBin cut = cut_bin(shared, block, left, [&](auto add) {
+    for_each_bracketed(shared.task, count, [&](float y, int) { add(bin_of(y), mass_at(y)); });
+  });
   if (cut.bin < 0) return kUnknown;
   left -= cut.before;
   int nearer;
