@@ -528,3 +528,92 @@ def test_raw_logprobs_of_flat_rows_with_lists(
     if backend_device.name == "cuda":  # by a bracket, not by what is slow
         scratch = checked.sampler._step._scratch
         assert set(cuda.ways(scratch, checked.table.layout, len(lists))) == {cuda.Way.LISTS}
+
+
+def far_rows(vocab: int) -> dict[str, np.ndarray]:
+    """fp32 [vocab] each: logits that differ as usual ones do, far from 0, and finite stand-ins of
+    what masks ban."""
+    rng = np.random.default_rng(23)
+    usual = rng.normal(0, 3, vocab)
+    masked = np.full(vocab, -1e9)
+    masked[[5, 900, 2100]] = [3.0, 2.0, 2.5]
+    half = np.where(rng.random(vocab) < 0.5, usual, -FLT_MAX)
+    steps = rng.integers(0, 4, vocab) * 1024.0
+    apart = np.where(rng.random(vocab) < 0.5, usual, usual - 3e6)
+    return {
+        "lowest": np.full(vocab, -FLT_MAX),
+        "all masked": np.full(vocab, -1e9),
+        "masked": masked,
+        "half masked": half,
+        "apart": apart,
+        "below": usual - 6e5,
+        "far below": usual * 64 - 3e6,
+        "above": usual * 64 + 3e6,
+        "far above": steps + 1.5e9,
+        "one above all": np.where(np.arange(vocab) == 77, FLT_MAX, -FLT_MAX),
+        "nan": np.where(np.arange(vocab) == 3, NAN, usual - 6e5),
+    }
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_p": 0.9},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 0.0},
+        {"logit_bias": {5: -INF, 77: -INF}},
+        {"top_p": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {},
+    ],
+    ids=["top_p", "top_k", "greedy", "lists", "penalties", "unfiltered"],
+)
+def test_logits_far_from_0(backend_device: BackendDevice, asked: dict[str, Any]) -> None:
+    rows, vocab = far_rows(3000), 3000
+    checked = CheckedTable(backend_device, vocab, len(rows), max_logprobs=2)
+    for seed in range(len(rows)):
+        params = SamplingParams(seed=seed, logprobs=2, rank=True, **asked)
+        checked.admit(params, [900], [2100, 5])
+    values = torch.from_numpy(np.stack(list(rows.values())).astype(np.float32))
+    checked.step(values.to(backend_device.device), range(len(rows)))
+    checked.check_state()
+    checked.tally.check(ambiguous=1.0, differences=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_drawn_does_not_depend_on_what_is_reported(
+    backend_device: BackendDevice, dtype: str
+) -> None:
+    """Where nothing is, backends may leave out what only that needs."""
+    backend_device.require_dtype(dtype)
+    vocab = 2500
+    rng = np.random.default_rng(29)
+    rows = {kind: random_row(rng, vocab, kind) for kind in KINDS} | far_rows(vocab)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_p": 0.8},
+        {},
+    ]
+    values = torch.from_numpy(np.stack(list(rows.values())).astype(np.float32))
+    logits = values.to(DTYPES[dtype]).to(backend_device.device)
+    for number, params in enumerate(asked):
+        records = []
+        for logprobs in (None, 0):
+            table = RequestTable(len(rows), vocab, device=backend_device.device)
+            seeds = [None if not backend_device.takes_words else i for i in range(len(rows))]
+            slots = [
+                table.admit(SamplingParams(seed=seed, logprobs=logprobs, **params))
+                for seed in seeds
+            ]
+            words = random_words(np.random.default_rng(number), len(rows), 0.0)
+            output = Sampler(table, backend_device.backend)(
+                logits,
+                torch.tensor(slots, dtype=torch.int32),
+                words=words if backend_device.takes_words else None,
+            )
+            records.append((output.token_ids.cpu(), output.num_kept.cpu(), output.flags.cpu()))
+        if backend_device.takes_words or params == asked[0]:
+            assert torch.equal(records[0][0], records[1][0]), params
+        for i in (1, 2):
+            assert torch.equal(records[0][i], records[1][i]), params

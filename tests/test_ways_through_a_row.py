@@ -283,6 +283,54 @@ def test_many_flat_rows(pair: BackendDevice) -> None:
         assert set(ways) == {cuda.Way.LISTS}
 
 
+NUCLEI: list[dict[str, Any]] = [
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.9, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 0.8, "logit_bias": {7: 3.0, 900: -INF}},
+    {"temperature": 1.1, "top_p": 0.7, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "min_p": 0.004},
+    {"temperature": 1.0, "min_p": 0.002, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.004, "bad_words_ids": [[11], [2, 12]]},
+    {"temperature": 1.0, "top_p": 0.99},
+]
+
+
+@pytest.mark.parametrize("kind", ["zipf", "ties", "holes"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nuclei_of_hundreds_of_tokens(pair: BackendDevice, dtype: str, kind: str) -> None:
+    """As language models' at temperature 1: too many for a short list, by far not all."""
+    pair.require_dtype(dtype)
+    vocab = 40_000
+    rng = np.random.default_rng([len(kind), len(dtype)])
+    rows = pair.rows(6 * len(NUCLEI), 3)
+    checked = CheckedTable(pair, vocab, rows, max_logprobs=5)
+    values = np.stack([random_row(rng, vocab, "zipf") for _ in range(rows)])
+    if kind == "ties":
+        # Some tens of equals each, and one row in which hundreds have the bin of the cut.
+        values = np.round(values * 16) / 16
+        values[0] = np.round(values[0])
+    elif kind == "holes":
+        values[rng.random(values.shape) < 0.5] = -INF
+        values[1, 20_000:] = -INF
+    for i in range(rows):
+        checked.admit(
+            SamplingParams(
+                seed=i,
+                logprobs=i % 6,
+                rank=i % 3 == 0,
+                logprobs_mode="processed" if i % 2 else "raw",
+                **NUCLEI[i % len(NUCLEI)],
+            ),
+            [1, 2],
+            [2, 5, 5],
+        )
+    placed = place(values, pair.device, DTYPES[dtype], "contiguous")
+    checked.step(placed.logits, range(rows), words=random_words(rng, rows, 0.2))
+    placed.check_unmodified()
+    checked.check_state()
+    checked.tally.check()
+
+
 def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:
     """Some hundred candidates all over a row whose vocabulary would allow for a bracket."""
     vocab = 65_536
