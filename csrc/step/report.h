@@ -344,6 +344,7 @@ __device__ __noinline__ void report_by_warp(int32_t* out, const SeenTables table
     stopped = stopped || row.params[layout.stop_ids() + i] == token;
   }
   stopped = __any_sync(kAllLanes, stopped) != 0;
+  __syncwarp();  // Lanes have read the tables and recent tokens that are written now.
   remember(row.state + kStateRecent, layout.recent_tokens(), before, token, lane);
 
   Normaliser normaliser = {row.has(kProcessed), task.raw_largest, 0.0, selection.kept,

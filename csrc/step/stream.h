@@ -353,7 +353,7 @@ __device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes 
 // A warp's tiles up to `end`, `step` apart, which load_set() is for and whose first one is in
 // `sets`. The place of a set that is done is where the next tile's is loaded to. Returns the tile
 // after. Each kind of weights has its own loop: one for all keeps more in registers than there are.
-enum class Weights { kNone, kRaw, kOwn };
+enum class Weights { kNone, kRawOnly, kOwn };
 template <Weights kWeights, class Logits>
 __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wishes, float scale,
                                           int tile, int step, int end, int lane,
@@ -393,7 +393,7 @@ __device__ inline Best stream_tiles(const Source& source, const Wishes wishes, f
   if (wishes.own) {
     tile = stream_loaded(std::integral_constant<Weights, Weights::kOwn>());
   } else if (wishes.total || wishes.raw) {
-    tile = stream_loaded(std::integral_constant<Weights, Weights::kRaw>());
+    tile = stream_loaded(std::integral_constant<Weights, Weights::kRawOnly>());
   } else {
     tile = stream_loaded(std::integral_constant<Weights, Weights::kNone>());
   }
