@@ -494,7 +494,9 @@ def test_on_a_gpu_a_captured_signal_completes_a_future_each_replay() -> None:
             with pytest.raises(ValueError, match="GraphSignal"):
                 gpu_future(stream)
             signal = GraphSignal()
-            torch.cuda._sleep(2_000_000)  # behind the signal, which does not wait for it
+            # Behind the signal, which does not wait for it; so long that a host which others keep
+            # busy is not late.
+            torch.cuda._sleep(40_000_000)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for replay in range(5):

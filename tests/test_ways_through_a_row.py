@@ -325,10 +325,11 @@ def test_nuclei_of_hundreds_of_tokens(pair: BackendDevice, dtype: str, kind: str
             [2, 5, 5],
         )
     placed = place(values, pair.device, DTYPES[dtype], "contiguous")
-    checked.step(placed.logits, range(rows), words=random_words(rng, rows, 0.2))
+    checked.step(placed.logits, range(rows), words=random_words(rng, rows))
     placed.check_unmodified()
     checked.check_state()
-    checked.tally.check()
+    # Of hundreds of tokens each is small beside what a boundary may err by.
+    checked.tally.check(ambiguous=0.2)
 
 
 def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:
