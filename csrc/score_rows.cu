@@ -74,10 +74,11 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
   const int thread = block.thread();
   int flags = 0;
   float largest = largest_of(shared, block, task.at.maxima);
-  if (largest == kInf || is_far(largest)) {
-    if (repair_groups<Logits>(shared, block, is_far(largest))) flags |= kRowNan;
+  if (largest == kInf) {
+    if (repair_groups<Logits>(shared, block, false)) flags |= kRowNan;
     largest = largest_of(shared, block, task.at.maxima);
   }
+  if (is_far(largest)) repair_groups<Logits>(shared, block, true);
   if (largest == kInf) flags |= kRowPosInf;
   if (largest == kNegInf) flags |= kRowEmpty;
   const Normaliser normaliser = {

@@ -237,6 +237,36 @@ def random_row(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
     return row.astype(np.float32)
 
 
+def far_rows(vocab: int) -> dict[str, np.ndarray]:
+    """fp32 [vocab] each: logits that differ as usual ones do, far from 0, and finite stand-ins of
+    what masks ban."""
+    rng = np.random.default_rng(23)
+    usual = rng.normal(0, 3, vocab)
+    masked = np.full(vocab, -1e9)
+    masked[[5, 900, 2100]] = [3.0, 2.0, 2.5]
+    half = np.where(rng.random(vocab) < 0.5, usual, -FLT_MAX)
+    steps = rng.integers(0, 4, vocab) * 1024.0
+    apart = np.where(rng.random(vocab) < 0.5, usual, usual - 3e6)
+    return {
+        "lowest": np.full(vocab, -FLT_MAX),
+        "all masked": np.full(vocab, -1e9),
+        "masked": masked,
+        "half masked": half,
+        "apart": apart,
+        "below": usual - 6e5,
+        "far below": usual * 64 - 3e6,
+        "above": usual * 64 + 3e6,
+        "far above": steps + 1.5e9,
+        "one above all": np.where(np.arange(vocab) == 77, FLT_MAX, -FLT_MAX),
+        "nan": np.where(np.arange(vocab) == 3, NAN, usual - 6e5),
+        "nan far below": np.where(np.arange(vocab) == 70, NAN, np.round(usual * 4) / 4 - 2e6),
+        # All of what a thread may have of some tokens.
+        "nan apart": np.where(
+            np.arange(vocab) // 8 % 32 == 1, NAN, np.round(usual * 4) / 4 - 999_914
+        ),
+    }
+
+
 def random_params(
     rng: np.random.Generator, vocab: int, output: Sequence[int] = (), rate: float = 0.25
 ) -> SamplingParams:

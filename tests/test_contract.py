@@ -26,6 +26,7 @@ from helpers import (
     CheckedTable,
     check_extreme_words,
     check_spaced_words,
+    far_rows,
     place,
     random_bitmask,
     random_params,
@@ -528,31 +529,6 @@ def test_raw_logprobs_of_flat_rows_with_lists(
     if backend_device.name == "cuda":  # by a bracket, not by what is slow
         scratch = checked.sampler._step._scratch
         assert set(cuda.ways(scratch, checked.table.layout, len(lists))) == {cuda.Way.LISTS}
-
-
-def far_rows(vocab: int) -> dict[str, np.ndarray]:
-    """fp32 [vocab] each: logits that differ as usual ones do, far from 0, and finite stand-ins of
-    what masks ban."""
-    rng = np.random.default_rng(23)
-    usual = rng.normal(0, 3, vocab)
-    masked = np.full(vocab, -1e9)
-    masked[[5, 900, 2100]] = [3.0, 2.0, 2.5]
-    half = np.where(rng.random(vocab) < 0.5, usual, -FLT_MAX)
-    steps = rng.integers(0, 4, vocab) * 1024.0
-    apart = np.where(rng.random(vocab) < 0.5, usual, usual - 3e6)
-    return {
-        "lowest": np.full(vocab, -FLT_MAX),
-        "all masked": np.full(vocab, -1e9),
-        "masked": masked,
-        "half masked": half,
-        "apart": apart,
-        "below": usual - 6e5,
-        "far below": usual * 64 - 3e6,
-        "above": usual * 64 + 3e6,
-        "far above": steps + 1.5e9,
-        "one above all": np.where(np.arange(vocab) == 77, FLT_MAX, -FLT_MAX),
-        "nan": np.where(np.arange(vocab) == 3, NAN, usual - 6e5),
-    }
 
 
 @pytest.mark.parametrize(

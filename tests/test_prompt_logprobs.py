@@ -19,6 +19,7 @@ from helpers import (
     PLACEMENTS,
     BackendDevice,
     assert_logprobs,
+    far_rows,
     near_a_cut,
     place,
     random_row,
@@ -566,6 +567,21 @@ FILTERED = [
     SamplingParams(temperature=1.7, top_k=30, top_p=0.9, logprobs_mode="processed"),
     SamplingParams(min_p=0.01, logprobs_mode="processed"),
 ]
+
+
+def test_raw_logprobs_of_logits_far_from_0(pair: BackendDevice) -> None:
+    vocab = 3000
+    values = np.stack(list(far_rows(vocab).values())).astype(np.float32)
+    logits = torch.from_numpy(values).to(pair.device)
+    # NaN counts as -inf.
+    exact = torch.from_numpy(np.where(np.isnan(values), -np.inf, values)).double()
+    tokens = torch.stack([exact.argmax(1), torch.full((len(values),), 5)], 1)
+    expected = exact.log_softmax(1).gather(1, tokens).float().double()
+    for column in range(2):
+        got = prompt_logprobs(
+            logits, tokens[:, column].to(pair.device), backend=pair.backend
+        ).logprobs.cpu()
+        assert_logprobs(got, expected[:, column].numpy())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

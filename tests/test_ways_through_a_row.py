@@ -332,6 +332,27 @@ def test_nuclei_of_hundreds_of_tokens(pair: BackendDevice, dtype: str, kind: str
     checked.tally.check(ambiguous=0.2)
 
 
+def test_min_p_of_few_tokens_all_over_a_row(pair: BackendDevice) -> None:
+    """They reach hundreds of groups, and no other token is there to be kept by mistake."""
+    vocab, few = 40_000, 1500
+    rng = np.random.default_rng(31)
+    asked: list[dict[str, Any]] = [
+        {"min_p": 0.1},
+        {"min_p": 0.1, "temperature": 0.8, "logprobs": 0},
+        {"min_p": 0.2, "top_p": 0.9, "logprobs": 0, "logprobs_mode": "processed"},
+        {"min_p": 0.1, "allowed_token_ids": range(0, vocab, 3)},
+    ]
+    checked = CheckedTable(pair, vocab, len(asked))
+    values = np.full((len(asked), vocab), -INF)
+    for row, params in zip(values, asked, strict=True):
+        row[rng.choice(vocab // 3, few, replace=False) * 3] = rng.uniform(-6, 0, few)
+        checked.admit(SamplingParams(seed=1, **params))
+    logits = torch.from_numpy(values).float().to(pair.device)
+    checked.step(logits, range(len(asked)))
+    checked.check_state()
+    checked.tally.check(ambiguous=1.0, differences=0.3)
+
+
 def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:
     """Some hundred candidates all over a row whose vocabulary would allow for a bracket."""
     vocab = 65_536

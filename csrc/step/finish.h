@@ -212,19 +212,23 @@ __device__ __noinline__ void finish_other(bool flat) {
   Totals totals = total_statistics(shared, block);
   int row_flags = 0;
   const Wishes& wishes = task.wishes;
-  bool far = is_far(totals.largest) ||
-             (wishes.split && is_far(largest_of(shared, block, task.at.raw_maxima)));
-  if (totals.largest == kInf || far) {
-    if (repair_groups<Logits>(shared, block, far)) row_flags |= kRowNan;
+  bool all = wishes.split && is_far(largest_of(shared, block, task.at.raw_maxima));
+  if (totals.largest == kInf || all) {
+    if (repair_groups<Logits>(shared, block, all)) row_flags |= kRowNan;
     totals = total_statistics(shared, block);
   }
-  if (lists) {
-    if (!far) repair_listed<Logits>(shared, block);
+  // What the largest is may only be known now.
+  const auto repair_far = [&] {
+    if (all || !is_far(totals.largest)) return;
+    all = true;
+    repair_groups<Logits>(shared, block, true);
     totals = total_statistics(shared, block);
-    if (!far && is_far(totals.largest)) {
-      repair_groups<Logits>(shared, block, true);
-      totals = total_statistics(shared, block);
-    }
+  };
+  repair_far();
+  if (lists) {
+    if (!all) repair_listed<Logits>(shared, block);
+    totals = total_statistics(shared, block);
+    repair_far();
   }
   const float largest = totals.largest;
   const bool special = largest == kInf || largest == kNegInf;

@@ -269,7 +269,8 @@ __device__ inline float raw_group_sum(const Set<Logits>& set, float largest_of_s
   }
   const float of_maximum = __fmaf_rn(maximum, kLog2E, start);
   const float sum = sum_of_groups(parts, lane) * ex2_approx(fminf(-of_maximum, 126.0f));
-  return largest_of_set > kMostStart ? nan_f32() : sum;
+  // The largest is NaN where a lane has nothing else.
+  return largest_of_set <= kMostStart ? sum : nan_f32();
 }
 
 // The largest of the maxima that a lane has seen, and its group: the first one.

@@ -454,12 +454,12 @@ __device__ __noinline__ Outcome finish_usual() {
     }
   } else {
     float bound = -kFltMax;  // y of what the filters keep reaches it
-    float wider = bound;     // the same, of rows of which many groups reach that
     int64_t total = 0;       // where the mass of all tokens matters
     if (min_p > 0.0f) {
       const double offset = load_f64(header + kParamMinPOffset);
       bound = fmaxf(bound, round_down(static_cast<double>(largest) + offset));
     }
+    float wider = bound;  // the same, of rows of which many groups reach that
     if (wishes.total || top_k > 0) {
       float low = range.low, unit = 0.0f;
       uint32_t needed = static_cast<uint32_t>(most), needed_wider = needed;
