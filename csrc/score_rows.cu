@@ -43,24 +43,7 @@ __device__ inline void store_position(int32_t* out, float largest, double log, f
   out[kPositionFlags] = flags;
 }
 
-// Those that do a thing together.
-struct Threads {
-  int mine, number;
-};
-
-__device__ inline Threads threads_of_block() { return {static_cast<int>(threadIdx.x), kThreads}; }
-
-// Lists without a token: the best ones -inf where they were asked for.
-__device__ inline void clear_position_lists(const TableLayout& layout, int32_t* out, float top,
-                                            Threads threads) {
-  for (int i = threads.mine; i < layout.max_logprobs; i += threads.number) {
-    store_i64(out + kPositionLists + 2 * i, -1);
-    out[layout.top_logprobs() + i] = __float_as_int(top);
-  }
-  for (int i = threads.mine; i < layout.max_logprob_ids; i += threads.number) {
-    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
-  }
-}
+static_assert(kPositionLists == kOutputLists);
 
 // From a row's statistics to its record.
 template <class Logits>
@@ -98,7 +81,7 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
     entropy = static_cast<float>(fmax(normaliser.log - mean * kLn2, 0.0));
   }
 
-  clear_position_lists(layout, out, kNegInf, threads_of_block());
+  clear_lists(layout, out, 0, layout.max_logprobs, threads_of_block());
   for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
     const int64_t given = a.given_ids[int64_t{index} * layout.max_logprob_ids + i];
     if (given < 0) continue;
@@ -126,7 +109,7 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
 
 // Lists of a padding position, and its record.
 __device__ inline void store_padding(const TableLayout& layout, int32_t* out, Threads threads) {
-  clear_position_lists(layout, out, nan_f32(), threads);
+  clear_lists(layout, out, 0, 0, threads);
   if (threads.mine == 0) {
     store_position(out, kNegInf, 0.0, nan_f32(), 0, nan_f32(), kRowPadding);
   }

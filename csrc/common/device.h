@@ -78,6 +78,14 @@ __device__ __forceinline__ void renew(uint32_t& word) {
 #endif
 }
 
+// The next one takes the place of the first, and so on: for loops over values in registers, which
+// cannot be numbered, whose instructions come once.
+template <class T, int kNumber>
+__device__ __forceinline__ void move_on(T (&values)[kNumber]) {
+#pragma unroll
+  for (int i = 0; i < kNumber - 1; ++i) values[i] = values[i + 1];
+}
+
 // The larger of two. Of NaN and a number that is NaN with kNan, else the number.
 template <bool kNan>
 __device__ __forceinline__ float max_f32(float a, float b) {

@@ -121,11 +121,8 @@ __device__ __noinline__ int64_t weigh_tokens(int first, int step) {
       const int token = tokens[0];
       float y[kPiece];
       y_of_pack<Logits>(row, packs[0], token, y);
-#pragma unroll
-      for (int j = 0; j < kAtOnce - 1; ++j) {
-        packs[j] = packs[j + 1];
-        tokens[j] = tokens[j + 1];
-      }
+      move_on(packs);
+      move_on(tokens);
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
         if (!kept.holds(y[j], token + j)) continue;
@@ -307,11 +304,8 @@ __device__ inline void for_each_bracketed(const Task& task, int count, Use use) 
 #pragma unroll 1
     for (int i = 0; i < kAhead && begin + i * kThreads < count; ++i) {
       use(y[0], ids[0]);
-#pragma unroll
-      for (int j = 0; j < kAhead - 1; ++j) {
-        y[j] = y[j + 1];
-        ids[j] = ids[j + 1];
-      }
+      move_on(y);
+      move_on(ids);
     }
   }
 }

@@ -332,7 +332,7 @@ __device__ inline void begin_task(const StepArguments& a, const Source& source,
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int flags = __shfl_sync(kAllLanes, header, kParamFlags);
   const float scale = __int_as_float(__shfl_sync(kAllLanes, header, kParamScale));
-  shared.bins[threadIdx.x] = 0;
+  shared.bins[threadIdx.x] = 0;  // for `finish_usual`, in front of the barrier before it
   if (threadIdx.x / kWarp == 0) {
     task.header[lane] = header;
     if (lane < kStateRecent) task.state[lane] = state_word;

@@ -5,10 +5,31 @@
 
 namespace graphed_sampling {
 
+// Those that do a thing together.
+struct Threads {
+  int mine, number;
+};
+
+__device__ inline Threads threads_of_block() { return {static_cast<int>(threadIdx.x), kThreads}; }
+
+// What a record says of lists without tokens: of the best ones from place `first` on, -inf of as
+// many as are asked for, and of given ids.
+__device__ inline void clear_lists(const TableLayout& layout, int32_t* out, int first, int asked,
+                                   Threads threads) {
+#pragma unroll 1
+  for (int i = first + threads.mine; i < layout.max_logprobs; i += threads.number) {
+    store_i64(out + kOutputLists + 2 * i, -1);
+    out[layout.top_logprobs() + i] = __float_as_int(i < asked ? kNegInf : nan_f32());
+  }
+#pragma unroll 1
+  for (int i = threads.mine; i < layout.max_logprob_ids; i += threads.number) {
+    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
+  }
+}
+
 // The record of a row in which nothing is drawn. state: null for a row without a request.
 __device__ inline void write_idle(const TableLayout& layout, int32_t* out, const int32_t* state) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
+  if (threadIdx.x == 0) {
     store_i64(out + kOutputTokenId, -1);
     out[kOutputLogprob] = __float_as_int(nan_f32());
     out[kOutputRank] = 0;
@@ -17,13 +38,7 @@ __device__ inline void write_idle(const TableLayout& layout, int32_t* out, const
     out[kOutputFlags] = state != nullptr ? kRowFinished : kRowPadding;
     out[kOutputGeneration] = state != nullptr ? state[kStateGeneration] : 0;
   }
-  for (int i = thread; i < layout.max_logprobs; i += kThreads) {
-    store_i64(out + kOutputLists + 2 * i, -1);
-    out[layout.top_logprobs() + i] = __float_as_int(nan_f32());
-  }
-  for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
-    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
-  }
+  clear_lists(layout, out, 0, 0, threads_of_block());
 }
 
 // What logprobs of a row are worked out from.
@@ -161,20 +176,6 @@ __device__ inline void remember(int32_t* recent, int recent_tokens, int before, 
   if (lane < recent_tokens) recent[lane] = lane == 0 ? token : before;
 }
 
-// What a record says of the best tokens from place `first` on and of given ids, where there are
-// none. A single warp's work.
-__device__ inline void clear_lists(const TableLayout& layout, int32_t* out, int first, int lane) {
-#pragma unroll 1
-  for (int i = first + lane; i < layout.max_logprobs; i += kWarp) {
-    store_i64(out + kOutputLists + 2 * i, -1);
-    out[layout.top_logprobs() + i] = __float_as_int(nan_f32());
-  }
-#pragma unroll 1
-  for (int i = lane; i < layout.max_logprob_ids; i += kWarp) {
-    out[layout.given_logprobs() + i] = __float_as_int(nan_f32());
-  }
-}
-
 // Of the tokens of a row's output: which there are, and how often. Null in a table without
 // penalties.
 struct SeenTables {
@@ -276,19 +277,13 @@ __device__ __noinline__ void report(Shared& shared, Block& block, const TableLay
     }
   }
 
-  for (int i = thread; i < layout.max_logprobs; i += kThreads) {
-    store_i64(out + kOutputLists + 2 * i, -1);
-    out[layout.top_logprobs() + i] = __float_as_int(i < n ? kNegInf : nan_f32());
-  }
-  for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
-    float logprob = nan_f32();
-    if (i < num_given) {
-      const int given = params[layout.given_ids() + i];
-      const float given_x = load_logit<Logits>(row, given);
-      float given_y = given_x;
-      if (processed_mode) given_y = special_or(row, processed(row, given_x, given), given);
-      logprob = normaliser.logprob(given_x, given_y, given);
-    }
+  clear_lists(layout, out, 0, n, threads_of_block());
+  for (int i = thread; i < num_given; i += kThreads) {
+    const int given = params[layout.given_ids() + i];
+    const float given_x = load_logit<Logits>(row, given);
+    float given_y = given_x;
+    if (processed_mode) given_y = special_or(row, processed(row, given_x, given), given);
+    const float logprob = normaliser.logprob(given_x, given_y, given);
     out[layout.given_logprobs() + i] = __float_as_int(logprob);
   }
   if (n > 0) {

@@ -176,10 +176,9 @@ struct Exponents {
   }
 };
 
-// The sum of a set's weights, from its base on, of the group that is the lane's. NaN where a logit
-// of the group is NaN or +inf. kWide: whether exponents may be wide.
-template <bool kWide, class Logits>
-__device__ inline float set_weights(const Set<Logits>& set, const Exponents& exponents, int lane) {
+// The sum of 2**exponent_of(logit) over a set's tokens of the group that is the lane's.
+template <class Logits, class ExponentOf>
+__device__ inline float sum_of_powers(const Set<Logits>& set, int lane, ExponentOf exponent_of) {
   float parts[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
@@ -188,12 +187,20 @@ __device__ inline float set_weights(const Set<Logits>& set, const Exponents& exp
     float sums[2];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      const float weight = ex2_approx(kWide ? exponents.z(x[j]) : exponents.narrow_z(x[j]));
+      const float weight = ex2_approx(exponent_of(x[j]));
       sums[j % 2] = j < 2 ? weight : sums[j % 2] + weight;
     }
     parts[i] = sums[0] + sums[1];
   }
   return sum_of_groups(parts, lane);
+}
+
+// The sum of a set's weights, from its base on, of the group that is the lane's. NaN where a logit
+// of the group is NaN or +inf. kWide: whether exponents may be wide.
+template <bool kWide, class Logits>
+__device__ inline float set_weights(const Set<Logits>& set, const Exponents& exponents, int lane) {
+  return sum_of_powers(set, lane,
+                       [&](float x) { return kWide ? exponents.z(x) : exponents.narrow_z(x); });
 }
 
 // The same from the group's own maximum on.
@@ -249,26 +256,14 @@ __device__ inline float max_of_groups(const float (&values)[kAtOnce], int lane) 
 constexpr float kLeastStart = -1e6f, kFarLogit = -5e5f, kMostStart = 5e8f;
 
 // The sum of a set's raw weights, of the group that is the lane's, from that group's maximum on.
-// NaN where a logit of the group is NaN or +inf, or the set's largest above kMostStart.
+// NaN where a logit of the group is NaN or +inf, or the set's largest is NaN or above kMostStart.
 template <class Logits>
 __device__ inline float raw_group_sum(const Set<Logits>& set, float largest_of_set, float maximum,
                                       int lane) {
   const float start = fmaxf(largest_of_set, kLeastStart) * -kLog2E;
-  float parts[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    float x[kPiece];
-    Logits::unpack(set.packs[i].words, x);
-    float sums[2];
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) {
-      const float weight = ex2_approx(__fmaf_rn(x[j], kLog2E, start));
-      sums[j % 2] = j < 2 ? weight : sums[j % 2] + weight;
-    }
-    parts[i] = sums[0] + sums[1];
-  }
-  const float of_maximum = __fmaf_rn(maximum, kLog2E, start);
-  const float sum = sum_of_groups(parts, lane) * ex2_approx(fminf(-of_maximum, 126.0f));
+  const auto exponent_of = [&](float x) { return __fmaf_rn(x, kLog2E, start); };
+  const float factor = ex2_approx(fminf(-exponent_of(maximum), 126.0f));
+  const float sum = sum_of_powers(set, lane, exponent_of) * factor;
   // The largest is NaN where a lane has nothing else.
   return largest_of_set <= kMostStart ? sum : nan_f32();
 }

@@ -249,11 +249,8 @@ __device__ inline int list_unordered(Shared& shared, Block& block, const Row& ro
       const int token = tokens[0];
       float y[kPiece];
       y_of_pack<Logits>(row, packs[0], token, y);
-#pragma unroll
-      for (int j = 0; j < kBatch - 1; ++j) {
-        packs[j] = packs[j + 1];
-        tokens[j] = tokens[j + 1];
-      }
+      move_on(packs);
+      move_on(tokens);
       uint32_t reaching = 0;
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) reaching |= (y[j] >= bound ? 1u : 0u) << j;
@@ -595,7 +592,7 @@ __device__ __noinline__ Outcome finish_usual() {
       report_by_warp<Logits>(ending.out, ending.tables, selection, top_n, listed, ending.stop,
                              ending.before);
     } else if (block.warp() == 1) {
-      clear_lists(shared.arguments.layout, ending.out, top_n, lane);
+      clear_lists(shared.arguments.layout, ending.out, top_n, 0, {lane, kWarp});
     }
     return Outcome::kFinished;
   }

@@ -90,8 +90,7 @@ __device__ __noinline__ RowSums survey_tokens(int first, int step, int* count) {
             sums.moment += __double2ll_rn(static_cast<double>(of_token) * z);
           }
         }
-#pragma unroll
-        for (int j = 0; j < kPiece - 1; ++j) moving[j] = moving[j + 1];
+        move_on(moving);
       }
       sums.mass += mass;
       if (survey.by_group) {
