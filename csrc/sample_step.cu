@@ -139,7 +139,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const int first_tile = static_cast<int>(part) * tiles_of_block;
   const int end_tile = min(first_tile + tiles_of_block, tiles);
   const int tile = first_tile + warp;
-  const int whole = tiles_to_load(source);
+  const int whole = tiles_to_load<Logits>(source);
   Set<Logits> sets[kSets] = {};
   const auto load_first = [&] {
     if (tile < min(end_tile, whole)) {

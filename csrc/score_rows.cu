@@ -155,7 +155,7 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
       continue;
     }
     const Source source = source_of(a, at_row);
-    const int whole = tiles_to_load(source);
+    const int whole = tiles_to_load<Logits>(source);
     Set<Logits> sets[kSets] = {};
     if (warp < min(tiles, whole)) {
 #pragma unroll

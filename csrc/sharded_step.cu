@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const bool half_last = mine.first < mine.end && mine.end * kSets > mine.end_set;
   const int end_tile = half_last ? mine.end - 1 : mine.end;
   const int tile = mine.first + warp + (half_first && warp == 0 ? kWarps : 0);
-  const int whole = tiles_to_load(source);
+  const int whole = tiles_to_load<Logits>(source);
   Set<Logits> sets[kSets] = {};
   const auto load_first = [&] {
     if (streams && tile < min(end_tile, whole)) {

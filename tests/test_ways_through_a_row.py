@@ -292,15 +292,16 @@ NUCLEI: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.002, "top_p": 0.9},
     {"temperature": 1.2, "min_p": 0.004, "bad_words_ids": [[11], [2, 12]]},
     {"temperature": 1.0, "top_p": 0.99},
+    {"temperature": 1.0, "min_p": 0.0002},  # thousands
 ]
 
 
-@pytest.mark.parametrize("kind", ["zipf", "ties", "holes"])
+@pytest.mark.parametrize("kind", ["zipf", "ties", "holes", "ragged", "unaligned"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nuclei_of_hundreds_of_tokens(pair: BackendDevice, dtype: str, kind: str) -> None:
     """As language models' at temperature 1: too many for a short list, by far not all."""
     pair.require_dtype(dtype)
-    vocab = 40_000
+    vocab = 40_008 if kind == "ragged" else 40_000  # the last group has 8 tokens, or 64
     rng = np.random.default_rng([len(kind), len(dtype)])
     rows = pair.rows(6 * len(NUCLEI), 3)
     checked = CheckedTable(pair, vocab, rows, max_logprobs=5)
@@ -324,7 +325,8 @@ def test_nuclei_of_hundreds_of_tokens(pair: BackendDevice, dtype: str, kind: str
             [1, 2],
             [2, 5, 5],
         )
-    placed = place(values, pair.device, DTYPES[dtype], "contiguous")
+    placement = "unaligned" if kind == "unaligned" else "contiguous"
+    placed = place(values, pair.device, DTYPES[dtype], placement)
     checked.step(placed.logits, range(rows), words=random_words(rng, rows))
     placed.check_unmodified()
     checked.check_state()

@@ -175,6 +175,19 @@ struct Block {
     *total = sums.total;
     return sums.before;
   }
+  // The same of values that all lanes of a warp know, by the warps before.
+  __device__ int sum_before_warp(int value, int* total) {
+    const uint64_t* words = exchanged(turn ^= 1, static_cast<uint64_t>(value));
+    int before = 0;
+    *total = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      const int of_warp = static_cast<int>(words[i]);
+      if (i < warp()) before += of_warp;
+      *total += of_warp;
+    }
+    return before;
+  }
 };
 
 }  // namespace graphed_sampling

@@ -17,7 +17,7 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
   const float* maxima = task.at.maxima;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int sets = task.groups / kGroupsOfTile * kSets;
-  const int whole = Logits::kSharded ? 0 : tiles_to_load(row);
+  const int whole = tiles_to_load<Logits>(row);
   const bool plain = row.plain();
   int above = 0;
   Set<Logits> next = {};

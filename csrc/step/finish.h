@@ -204,8 +204,7 @@ __device__ __noinline__ void finish_other(bool flat) {
     __syncthreads();
     const int tiles = task.groups / kGroupsOfTile;
     stream_checked_tiles<Logits>(task.row, task.wishes, block.warp(), kWarps, tiles,
-                                 Logits::kSharded ? 0 : tiles_to_load(task.row), block.lane(),
-                                 task.at);
+                                 tiles_to_load<Logits>(task.row), block.lane(), task.at);
     __syncthreads();
   }
   if (lists) use_lists(block);

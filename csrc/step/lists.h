@@ -78,6 +78,74 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
   return count;
 }
 
+// The same of many groups, 256 at a time, of a row of whole pieces in which y is the logit; the
+// list does not go on.
+template <class Logits, class Meanwhile>
+__device__ inline int list_many_candidates(Shared& shared, Block& block, const Row& row,
+                                           int num_groups, float bound, Meanwhile meanwhile) {
+  // Groups of which a lane reads a piece each: neighbours among them by 8 lanes.
+  constexpr int kEach = 8, kOfWarp = kEach * kWarp / kPieces;
+  const int lane = block.lane(), piece = lane % kPieces;
+  int count = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < num_groups && count <= kListed; begin += kOfWarp * kWarps) {
+    const int first = begin + block.warp() * kOfWarp + lane / kPieces;
+    Pack<Logits> packs[kEach];
+    int ids[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = first + i * (kWarp / kPieces);
+      ids[i] = at < num_groups ? shared.group_list[at] * kGroup + piece * kPiece : row.vocab;
+      packs[i] = load_whole_pack<Logits>(row.logits, ids[i] < row.vocab ? ids[i] : 0);
+    }
+    if (begin == 0) meanwhile();
+    // A bit each of what reaches the bound, and how many do: two numbers a word, whose sums fit.
+    uint32_t reaching[kEach];
+    int numbers[kEach / 2];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      float y[kPiece];
+      Logits::unpack(packs[i].words, y);
+      reaching[i] = 0;
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) reaching[i] |= (y[j] >= bound ? 1u : 0u) << j;
+      if (ids[i] >= row.vocab) reaching[i] = 0;
+      const int number = __popc(reaching[i]);
+      numbers[i / 2] = i % 2 == 0 ? number : numbers[i / 2] | number << 16;
+    }
+    int places[kEach], of_warp = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int up_to = sum_up_to_lane(numbers[i / 2], lane);
+      const int before = up_to - numbers[i / 2], all = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+      places[i] = of_warp + (before & 0xFFFF);
+      of_warp += all & 0xFFFF;
+      places[i + 1] = of_warp + (before >> 16);
+      of_warp += all >> 16;
+    }
+    int listed;
+    const int start = count + block.sum_before_warp(of_warp, &listed);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      float y[kPiece];
+      Logits::unpack(packs[i].words, y);
+      int place = start + places[i];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        const bool reaches = (reaching[i] >> j & 1) != 0;
+        if (reaches && place < kListed) {
+          shared.list_y[place] = y[j] + 0.0f;
+          shared.list_ids[place] = ids[i] + j;
+        }
+        place += reaches ? 1 : 0;
+      }
+    }
+    count += listed;
+  }
+  __syncthreads();
+  return count;
+}
+
 template <class Logits>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
                                       float bound) {
@@ -343,24 +411,10 @@ __device__ inline CutBin cut_bin(Shared& shared, Block& block, int64_t left, For
   return {shared.found, shared.found_before};
 }
 
-// Places of a list's tokens of which is_in(i) tells, in no order, into shared.in_bin, as many as
-// fit; how many there are. shared.count is 0 before.
-template <class IsIn>
-__device__ inline int gather_bin(Shared& shared, Block& block, int count, IsIn is_in) {
-#pragma unroll 1
-  for (int i = block.thread(); i < count; i += kThreads) {
-    if (!is_in(i)) continue;
-    const int place = atomicAdd(&shared.count, 1);
-    if (place < kThreads) shared.in_bin[place] = i;
-  }
-  __syncthreads();
-  return shared.count;
-}
-
-// top_p, if any, and the draw on a list in any order, without sorting it: both by masses in bins,
-// of y and of ids, and by comparing the tokens of one bin with each other. of_total: top_p is of
-// this total, or, 0, of the list's own. False, with nothing changed that counts, where more tokens
-// than threads are in such a bin.
+// top_p, if any, and the draw on a long list, without sorting it: the cut's bin by mass, and the
+// cut among its tokens by comparing each with all. of_total: top_p is of this total, or, 0, of the
+// list's own. False, with nothing changed that counts, where more tokens than threads are in the
+// cut's bin.
 __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& block, int count,
                                                         float top_p, int64_t of_total,
                                                         Selection* selection) {
@@ -368,11 +422,10 @@ __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& b
   const int thread = block.thread();
   const double scale = load_f64(task.header + kParamWideScale);
   const double largest = static_cast<double>(task.largest);
-  const auto order_at = [&](int i) { return order_of(shared.list_y[i], shared.list_ids[i]); };
   int64_t mine = 0;
   float lowest = kInf;
   __syncthreads();  // what has the masses' place may still be in use
-#pragma unroll 1
+#pragma unroll 2
   for (int i = thread; i < count; i += kThreads) {
     const float y = shared.list_y[i];
     const int64_t mass = mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
@@ -380,26 +433,35 @@ __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& b
     mine += mass;
     lowest = fminf(lowest, y);
   }
+  lowest = block.min(lowest);
   uint64_t cut = 0;
   if (top_p < 1.0f) {
     const int64_t target = target_of(top_p, of_total > 0 ? of_total : block.sum(mine));
-    const Bins bins(block.min(lowest), task.largest);
-    const auto bin_at = [&](int i) { return bins.bin(shared.list_y[i]); };
+    const Bins bins(lowest, task.largest);
     const CutBin found = cut_bin(shared, block, target, [&](auto add) {
 #pragma unroll 1
-      for (int i = thread; i < count; i += kThreads) add(bin_at(i), shared.masses[i]);
+      for (int i = thread; i < count; i += kThreads) {
+        add(bins.bin(shared.list_y[i]), shared.masses[i]);
+      }
     });
     selection->complete = found.bin >= 0;
     if (found.bin < 0) return true;
-    const int in_bin =
-        gather_bin(shared, block, count, [&](int i) { return bin_at(i) == found.bin; });
-    if (in_bin > kThreads) return false;
-    if (thread < in_bin) {
+#pragma unroll 1
+    for (int i = thread; i < count; i += kThreads) {
+      if (bins.bin(shared.list_y[i]) != found.bin) continue;
+      const int place = atomicAdd(&shared.count, 1);
+      if (place < kThreads) shared.in_bin[place] = i;
+    }
+    __syncthreads();
+    const int in_cut = shared.count;
+    if (in_cut > kThreads) return false;
+    const auto order_at = [&](int i) { return order_of(shared.list_y[i], shared.list_ids[i]); };
+    if (thread < in_cut) {
       const int own = shared.in_bin[thread];
       const uint64_t order = order_at(own);
       int64_t before = found.before;
-#pragma unroll 1
-      for (int i = 0; i < in_bin; ++i) {
+#pragma unroll 4
+      for (int i = 0; i < in_cut; ++i) {
         const int other = shared.in_bin[i];
         if (order_at(other) > order) before += shared.masses[other];
       }
@@ -408,56 +470,40 @@ __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& b
     __syncthreads();
     cut = shared.found_order;
   }
+  // Neighbours, so that ids ascend as threads do.
+  const int each = (count + kThreads - 1) / kThreads;
+  const int first = thread * each, end = min(first + each, count);
+  const auto mass_at = [&](int i) {
+    return order_of(shared.list_y[i], shared.list_ids[i]) >= cut ? shared.masses[i] : int64_t{0};
+  };
   int kept = 0;
   mine = 0;
   uint64_t least = ~uint64_t{0};
 #pragma unroll 1
-  for (int i = thread; i < count; i += kThreads) {
-    const uint64_t order = order_at(i);
-    if (order < cut) {
-      shared.masses[i] = 0;
-      continue;
-    }
+  for (int i = first; i < end; ++i) {
+    const uint64_t order = order_of(shared.list_y[i], shared.list_ids[i]);
+    if (order < cut) continue;
     mine += shared.masses[i];
     ++kept;
     least = order < least ? order : least;
   }
-  selection->total = block.sum(mine);
-  selection->num_kept = static_cast<int>(block.sum(kept));
-  const int64_t position = position_of(task.word, selection->total);
-  int shift = 0;
-  while (((task.row.vocab - 1) >> shift) >= kBins) ++shift;
-  const auto bin_at = [&](int i) { return shared.list_ids[i] >> shift; };
-  const CutBin found = cut_bin(shared, block, position + 1, [&](auto add) {
-#pragma unroll 1
-    for (int i = thread; i < count; i += kThreads) {
-      if (shared.masses[i] > 0) add(bin_at(i), shared.masses[i]);
-    }
-  });
-  const int in_bin = gather_bin(
-      shared, block, count, [&](int i) { return bin_at(i) == found.bin && shared.masses[i] > 0; });
-  if (in_bin > kThreads) return false;
   // Where given statistics are wrong there may be none.
   if (thread == 0) shared.found = 0;
-  __syncthreads();
-  if (thread < in_bin) {
-    const int own = shared.in_bin[thread];
-    int64_t before = found.before;
-#pragma unroll 1
-    for (int i = 0; i < in_bin; ++i) {
-      const int other = shared.in_bin[i];
-      if (shared.list_ids[other] < shared.list_ids[own]) before += shared.masses[other];
-    }
-    if (before <= position && position < before + shared.masses[own]) shared.found = own;
+  int64_t before = block.sum_before(mine, &selection->total);
+  const int64_t position = position_of(task.word, selection->total);
+  if (before <= position && position < before + mine) {
+    int i = first;
+    for (before += mass_at(i); before <= position; before += mass_at(i)) ++i;
+    shared.found = i;
   }
+  // Its barrier makes what was found known too.
+  selection->num_kept = static_cast<int>(block.sum(kept));
+  selection->drawn = {shared.list_ids[shared.found], shared.list_y[shared.found]};
+  selection->kept = {task.largest, task.largest, 0};
   if (task.row.has(kProcessed)) {
     least = block.min_bits(least);
     selection->kept = {task.largest, y_of_order(least), id_of_order(least)};
-  } else {
-    selection->kept = {task.largest, task.largest, 0};
   }
-  __syncthreads();
-  selection->drawn = {shared.list_ids[shared.found], shared.list_y[shared.found]};
   return true;
 }
 

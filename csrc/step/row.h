@@ -187,6 +187,12 @@ __device__ inline T load_at(const T* place) {
   }
 }
 
+// Whether all pieces of a row may be loaded by load_whole_pack().
+template <class Logits>
+__device__ inline bool is_in_whole_pieces(const Source& source) {
+  return !Logits::kSharded && source.aligned && source.vocab % kPiece == 0;
+}
+
 // A piece that is known to be aligned, and to lie inside the row, or inside one shard, of which
 // `logits` would be token 0.
 template <class Logits>

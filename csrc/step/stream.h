@@ -75,8 +75,9 @@ __device__ inline void renew_all(Set<Logits>& set) {
 }
 
 // How many of a row's tiles load_set() is for: all or none. It is for none of shards.
+template <class Logits>
 __device__ inline int tiles_to_load(const Source& source) {
-  return source.aligned && source.vocab % kPiece == 0 ? tiles_of(source.vocab) : 0;
+  return is_in_whole_pieces<Logits>(source) ? tiles_of(source.vocab) : 0;
 }
 
 // A set of a row that is aligned and ends with a whole piece. What lies after it is -inf.

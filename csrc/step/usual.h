@@ -218,88 +218,41 @@ struct Ending {
 // What has become of a row that might have been a usual one. kFlat: its nucleus is for a bracket.
 enum class Outcome { kFinished, kFlat, kOther };
 
-// As `list_candidates`, for `draw_from_long_list`: in no order, so that threads do not wait for
-// each other, with many pieces on their way at a time.
-template <class Logits, class Meanwhile>
-__device__ inline int list_unordered(Shared& shared, Block& block, const Row& row, int num_groups,
-                                     float bound, Meanwhile meanwhile) {
-  constexpr int kBatch = 8 / Logits::kVectors;
-  const int pieces = num_groups * kPieces;
-  // Whoever calls this has passed a barrier since it was last in use.
-  if (block.thread() == 0) shared.count = 0;
-  int tokens[kBatch];
-  Pack<Logits> packs[kBatch];
-  const auto load = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int piece = min(begin + i * kThreads, pieces - 1);
-      tokens[i] = shared.group_list[piece / kPieces] * kGroup + piece % kPieces * kPiece;
-      packs[i] = load_pack<Logits>(row, tokens[i]);
-    }
-  };
-  int begin = block.thread();
-  load(begin);
-  meanwhile();
-  __syncthreads();
-#pragma unroll 1
-  while (begin < pieces) {
-    // A loop, whose instructions come once, through which they move on.
-#pragma unroll 1
-    for (int i = 0; i < kBatch && begin + i * kThreads < pieces; ++i) {
-      const int token = tokens[0];
-      float y[kPiece];
-      y_of_pack<Logits>(row, packs[0], token, y);
-      move_on(packs);
-      move_on(tokens);
-      uint32_t reaching = 0;
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) reaching |= (y[j] >= bound ? 1u : 0u) << j;
-      if (reaching == 0) continue;
-      int place = atomicAdd(&shared.count, __popc(reaching));
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        if ((reaching >> j & 1) == 0) continue;
-        if (place < kListed) {
-          shared.list_y[place] = y[j];
-          shared.list_ids[place] = token + j;
-        }
-        ++place;
-      }
-    }
-    begin += kBatch * kThreads;
-    if (begin < pieces) load(begin);
-  }
-  __syncthreads();
-  return shared.count;
-}
-
-// Filters and draw of a row of which many groups are listed, none of whose filters is top_k. total:
-// of all tokens, where that matters.
+// Finishes a row of which many groups are listed, none of whose filters is top_k. total: of all
+// tokens, where that matters.
 template <class Logits>
-__device__ __noinline__ Outcome select_from_many(int groups, float bound, float top_p,
-                                                 int64_t total, Selection* selection) {
+__device__ __noinline__ Outcome finish_many(int groups, float bound, float top_p, int64_t total) {
   Shared& shared = the_shared();
   Task& task = shared.task;
+  const Row& row = task.row;
   const Wishes& wishes = task.wishes;
   Block block = {0};
+  const Ending ending(shared);
   const int thread = block.thread();
-  const bool leaves_parts = wishes.raw && !task.row.has(kLists);
-  const int listed = list_unordered<Logits>(shared, block, task.row, groups, bound, [&] {
+  const auto meanwhile = [&] {
     if (thread == kThreads - 1) {
       task.word = draw_word();
       task.total = total;
     }
-    if (leaves_parts) {
+    if (wishes.raw && !row.has(kLists)) {
       const float* maxima = wishes.split ? task.at.raw_maxima : task.at.maxima;
       const float* sums = wishes.split || wishes.both ? task.at.raw_sums : task.at.sums;
       leave_parts(shared, block, Owned(task.groups, thread), maxima, sums, task.raw_largest);
     }
-  });
+  };
+  const int listed =
+      row.plain() && is_in_whole_pieces<Logits>(row)
+          ? list_many_candidates<Logits>(shared, block, row, groups, bound, meanwhile)
+          : list_candidates<Logits>(shared, block, row, groups, bound, meanwhile);
   if (wishes.raw && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
   if (listed > kListed) return wishes.total ? Outcome::kFlat : Outcome::kOther;
-  selection->complete = true;
-  const bool drawn = draw_from_long_list(shared, block, listed, top_p, total, selection);
-  return drawn && selection->complete ? Outcome::kFinished : Outcome::kOther;
+  Selection selection = {};
+  selection.complete = true;
+  if (!draw_from_long_list(shared, block, listed, top_p, total, &selection)) return Outcome::kOther;
+  if (!selection.complete) return Outcome::kOther;
+  keep_in_row<Logits>(row, &selection);
+  ending.report<Logits>(shared, block, selection, 0);
+  return Outcome::kFinished;
 }
 
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
@@ -523,19 +476,15 @@ __device__ __noinline__ Outcome finish_usual() {
       find_reaching();
     }
     shared.bins[thread] = 0;
-    const bool in_list = groups <= kListedGroups, many = top_k == 0 && groups > kManyGroups;
+    const bool in_list = groups <= kListedGroups, many = top_k == 0 && groups > kManyGroups &&
+                                                         row.plain() &&
+                                                         is_in_whole_pieces<Logits>(row);
     if (in_list) {
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
         shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
       }
       __syncthreads();
-      if (many) {
-        const Outcome outcome = select_from_many<Logits>(groups, bound, top_p, total, &selection);
-        if (outcome != Outcome::kFinished) return outcome;
-        keep_in_row<Logits>(row, &selection);
-        ending.report<Logits>(shared, block, selection, 0);
-        return Outcome::kFinished;
-      }
+      if (many) return finish_many<Logits>(groups, bound, top_p, total);
       // Beside the loading of tokens, of which the last threads have none as a rule.
       listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
         if (thread == kThreads - 1) {
