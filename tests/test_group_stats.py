@@ -29,7 +29,7 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import admit_random, run_random_steps
-from test_cuda_backend import launches, tickets
+from test_cuda_backend import launches, threads_in_order, tickets
 from test_ways_through_a_row import route_cases
 
 from graphed_sampling import (
@@ -498,6 +498,29 @@ def test_wrong_statistics_draw_tokens_still(vocab: int, examples: int) -> None:
         assert ((tokens >= 0) & (tokens < vocab)).all()
 
     check()
+
+
+@pytest.mark.parametrize("value", [50.0, 3e38, INF, NAN], ids=str)
+def test_wrong_statistics_draw_the_same_in_any_order(value: float) -> None:
+    """What a row draws follows from what it is given, also where logits are above all maxima."""
+    if not TAKERS or TAKERS[0].values[0].device.type != "cpu":
+        pytest.skip("the emulation of CUDA is not here")
+    pair, vocab = TAKERS[0].values[0], 16_392
+    rng = np.random.default_rng(71)
+    asked = [
+        {"temperature": 1.0, "top_p": 0.97},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
+        {"temperature": 1.0, "min_p": 0.002},
+        {"temperature": 1.0, "min_p": 0.01, "top_p": 0.9},
+    ]
+    clean = np.stack([random_row(rng, vocab, "zipf") for _ in asked])
+    right = group_stats(torch.from_numpy(clean).bfloat16(), vocab)
+    logits = torch.from_numpy(np.where(rng.random(clean.shape) < 0.01, value, clean)).bfloat16()
+    drawn = []
+    for order in range(6):
+        with threads_in_order(order):
+            drawn.append(step_record(pair, logits, asked, right, vocab=vocab).token_ids.tolist())
+    assert all(tokens == drawn[0] for tokens in drawn), drawn
 
 
 def test_statistics_of_other_logits_than_those_that_flat_rows_have(pair: BackendDevice) -> None:

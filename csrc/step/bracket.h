@@ -330,9 +330,6 @@ __device__ inline int list_bin(Shared& shared, int count, int bin, int* before, 
   return shared.count;
 }
 
-// The mass at z, which is above 0 only where given statistics are wrong.
-__device__ inline int64_t bounded_mass(double z) { return mass_of(exp2_wide(fmin(z, 0.0))); }
-
 // The cut among the tokens around it.
 struct ListCut {
   bool found;
@@ -348,7 +345,7 @@ __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block,
   const double scale = load_f64(shared.task.row.params + kParamWideScale);
   const auto mass_at = [&](float y) {
     if (by_count) return int64_t{1};
-    return bounded_mass((static_cast<double>(y) - static_cast<double>(highest)) * scale);
+    return mass_of(exp2_wide((static_cast<double>(y) - static_cast<double>(highest)) * scale));
   };
   const Bins bins(low, fminf(high, highest));
   const auto bin_of = [&](float y) { return bins.bin(y); };

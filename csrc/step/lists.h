@@ -433,7 +433,7 @@ __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& b
     mine += mass;
     lowest = fminf(lowest, y);
   }
-  lowest = block.min(lowest);
+  lowest = block.min(lowest);  // Its barrier makes the masses known too.
   uint64_t cut = 0;
   if (top_p < 1.0f) {
     const int64_t target = target_of(top_p, of_total > 0 ? of_total : block.sum(mine));

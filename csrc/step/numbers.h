@@ -60,10 +60,12 @@ __device__ inline float z_of(float y, float base, float scale) {
   return __fmaf_rn(y, 0.5f, base * -0.5f) * (scale * 2.0f);
 }
 
-// 2**z, exponents below -1000 counting as -1000: relative error below 2**-36. Taylor's series on
+// 2**z: relative error below 2**-36. z is at most 0 but where given statistics are wrong, where
+// larger ones count as 0, so that masses stay masses; and below -1000 it counts as -1000. Taylor's
+// series on
 // [-1/2, 1/2]; its coefficients are ln(2)**k / k!.
 __device__ inline double exp2_wide(double z) {
-  z = fmax(z, -1000.0);
+  z = fmin(fmax(z, -1000.0), 0.0);
   const double whole = rint(z);
   const double f = z - whole;
   double r = 1.0178086009239699e-7;

@@ -218,8 +218,8 @@ struct Ending {
 // What has become of a row that might have been a usual one. kFlat: its nucleus is for a bracket.
 enum class Outcome { kFinished, kFlat, kOther };
 
-// Finishes a row of which many groups are listed, none of whose filters is top_k. total: of all
-// tokens, where that matters.
+// Finishes a row of whole pieces in which y is the logit and of which many groups are listed, none
+// of whose filters is top_k. total: of all tokens, where that matters.
 template <class Logits>
 __device__ __noinline__ Outcome finish_many(int groups, float bound, float top_p, int64_t total) {
   Shared& shared = the_shared();
@@ -240,10 +240,7 @@ __device__ __noinline__ Outcome finish_many(int groups, float bound, float top_p
       leave_parts(shared, block, Owned(task.groups, thread), maxima, sums, task.raw_largest);
     }
   };
-  const int listed =
-      row.plain() && is_in_whole_pieces<Logits>(row)
-          ? list_many_candidates<Logits>(shared, block, row, groups, bound, meanwhile)
-          : list_candidates<Logits>(shared, block, row, groups, bound, meanwhile);
+  const int listed = list_many_candidates<Logits>(shared, block, row, groups, bound, meanwhile);
   if (wishes.raw && thread == kThreads - 1) shared.raw_log = log_of_parts(shared);
   if (listed > kListed) return wishes.total ? Outcome::kFlat : Outcome::kOther;
   Selection selection = {};
