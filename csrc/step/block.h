@@ -130,6 +130,20 @@ __device__ inline int64_t of_lane(int64_t value, int lane) {
   return __shfl_sync(kAllLanes, static_cast<long long>(value), lane);
 }
 
+// Of what each warp has left, and of what this one has before its own.
+template <class Integer>
+__device__ inline Sums<Integer> sums_of_warps(const uint64_t* words, Integer before) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  Sums<Integer> sums = {before, 0};
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    const auto of_warp = static_cast<Integer>(words[i]);
+    if (i < warp) sums.before += of_warp;
+    sums.total += of_warp;
+  }
+  return sums;
+}
+
 template <class Integer>
 __device__ __noinline__ Sums<Integer> exchange_sums(int turn, Integer value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -138,14 +152,7 @@ __device__ __noinline__ Sums<Integer> exchange_sums(int turn, Integer value) {
   uint64_t* words = the_exchange().words[turn];
   if (lane == kWarp - 1) words[warp] = static_cast<uint64_t>(up_to);
   __syncthreads();
-  Sums<Integer> sums = {up_to - value, 0};
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-    const auto of_warp = static_cast<Integer>(words[i]);
-    if (i < warp) sums.before += of_warp;
-    sums.total += of_warp;
-  }
-  return sums;
+  return sums_of_warps(words, up_to - value);
 }
 
 struct Block {
@@ -177,16 +184,9 @@ struct Block {
   }
   // The same of values that all lanes of a warp know, by the warps before.
   __device__ int sum_before_warp(int value, int* total) {
-    const uint64_t* words = exchanged(turn ^= 1, static_cast<uint64_t>(value));
-    int before = 0;
-    *total = 0;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-      const int of_warp = static_cast<int>(words[i]);
-      if (i < warp()) before += of_warp;
-      *total += of_warp;
-    }
-    return before;
+    const auto sums = sums_of_warps(exchanged(turn ^= 1, static_cast<uint64_t>(value)), 0);
+    *total = sums.total;
+    return sums.before;
   }
 };
 

@@ -345,7 +345,7 @@ __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block,
   const double scale = load_f64(shared.task.row.params + kParamWideScale);
   const auto mass_at = [&](float y) {
     if (by_count) return int64_t{1};
-    return mass_of(exp2_wide((static_cast<double>(y) - static_cast<double>(highest)) * scale));
+    return mass_of_y(y, static_cast<double>(highest), scale);
   };
   const Bins bins(low, fminf(high, highest));
   const auto bin_of = [&](float y) { return bins.bin(y); };

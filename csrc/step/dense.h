@@ -170,9 +170,7 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
   Task& task = shared.task;
   const double largest = static_cast<double>(task.largest);
   const double scale = load_f64(task.row.params + kParamWideScale);
-  const auto mass_at = [&](float y) {
-    return mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
-  };
+  const auto mass_at = [&](float y) { return mass_of_y(y, largest, scale); };
   Selection selection = {};
   const auto budget = static_cast<float>(static_cast<double>(total) / kOne) * (1.0f - top_p);
   const Kept reaching = {task.largest, least, task.row.vocab};

@@ -407,7 +407,7 @@ __device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_
       y[i] = load_logit<Logits>(row, token);
       if (!row.plain()) y[i] = special_or(row, processed(row, y[i], token), token);
       if (kept.holds(y[i], token)) {
-        masses[i] = mass_of(exp2_wide((static_cast<double>(y[i]) - highest) * scale));
+        masses[i] = mass_of_y(y[i], highest, scale);
       }
     }
   }

@@ -428,7 +428,7 @@ __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& b
 #pragma unroll 2
   for (int i = thread; i < count; i += kThreads) {
     const float y = shared.list_y[i];
-    const int64_t mass = mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
+    const int64_t mass = mass_of_y(y, largest, scale);
     shared.masses[i] = mass;
     mine += mass;
     lowest = fminf(lowest, y);
@@ -450,19 +450,19 @@ __device__ inline __noinline__ bool draw_from_long_list(Shared& shared, Block& b
     for (int i = thread; i < count; i += kThreads) {
       if (bins.bin(shared.list_y[i]) != found.bin) continue;
       const int place = atomicAdd(&shared.count, 1);
-      if (place < kThreads) shared.in_bin[place] = i;
+      if (place < kThreads) shared.in_cut[place] = i;
     }
     __syncthreads();
     const int in_cut = shared.count;
     if (in_cut > kThreads) return false;
     const auto order_at = [&](int i) { return order_of(shared.list_y[i], shared.list_ids[i]); };
     if (thread < in_cut) {
-      const int own = shared.in_bin[thread];
+      const int own = shared.in_cut[thread];
       const uint64_t order = order_at(own);
       int64_t before = found.before;
 #pragma unroll 4
       for (int i = 0; i < in_cut; ++i) {
-        const int other = shared.in_bin[i];
+        const int other = shared.in_cut[i];
         if (order_at(other) > order) before += shared.masses[other];
       }
       if (before < target && before + shared.masses[own] >= target) shared.found_order = order;

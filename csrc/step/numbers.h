@@ -84,6 +84,11 @@ __device__ inline double exp2_wide(double z) {
 // The mass of a weight in [0, 1].
 __device__ inline int64_t mass_of(double weight) { return __double2ll_rn(weight * kOne); }
 
+// The mass of y where that of `largest` is kOne. scale: log2(e) / temperature.
+__device__ inline int64_t mass_of_y(float y, double largest, double scale) {
+  return mass_of(exp2_wide((static_cast<double>(y) - largest) * scale));
+}
+
 // ln of a mass in units of the largest weight, within 2**-22; of none, that of the smallest.
 __device__ inline double log_mass(int64_t mass) {
   const int64_t bits = __double_as_longlong(static_cast<double>(mass < 1 ? int64_t{1} : mass));

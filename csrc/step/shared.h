@@ -146,7 +146,7 @@ struct Shared {
   union {
     int32_t group_list[kListedGroups];
     uint32_t mass_limbs[kMassLimbs][kBins];
-    int32_t in_bin[kThreads];  // places in the list
+    int32_t in_cut[kThreads];  // places in the list
   };
   // Candidates; in canonical order but around the cut of a flat row.
   float list_y[kListed];

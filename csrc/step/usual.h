@@ -234,10 +234,10 @@ __device__ __noinline__ Outcome finish_many(int groups, float bound, float top_p
       task.word = draw_word();
       task.total = total;
     }
+    // Of a row with lists, even empty ones, they have been left; of no other one is y split.
     if (wishes.raw && !row.has(kLists)) {
-      const float* maxima = wishes.split ? task.at.raw_maxima : task.at.maxima;
-      const float* sums = wishes.split || wishes.both ? task.at.raw_sums : task.at.sums;
-      leave_parts(shared, block, Owned(task.groups, thread), maxima, sums, task.raw_largest);
+      leave_parts(shared, block, Owned(task.groups, thread), task.at.maxima,
+                  wishes.both ? task.at.raw_sums : task.at.sums, task.raw_largest);
     }
   };
   const int listed = list_many_candidates<Logits>(shared, block, row, groups, bound, meanwhile);
@@ -473,9 +473,9 @@ __device__ __noinline__ Outcome finish_usual() {
       find_reaching();
     }
     shared.bins[thread] = 0;
-    const bool in_list = groups <= kListedGroups, many = top_k == 0 && groups > kManyGroups &&
-                                                         row.plain() &&
-                                                         is_in_whole_pieces<Logits>(row);
+    const bool in_list = groups <= kListedGroups;
+    const bool many =
+        top_k == 0 && groups > kManyGroups && row.plain() && is_in_whole_pieces<Logits>(row);
     if (in_list) {
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
         shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
@@ -505,9 +505,8 @@ __device__ __noinline__ Outcome finish_usual() {
     }
     const bool ranked = top_k > 0 || top_p < 1.0f || top_n > 0;
     if (thread < listed) {
-      const double z = (static_cast<double>(shared.list_y[thread]) - static_cast<double>(largest)) *
-                       load_f64(header + kParamWideScale);
-      shared.list_masses[thread] = mass_of(exp2_wide(z));
+      shared.list_masses[thread] = mass_of_y(shared.list_y[thread], static_cast<double>(largest),
+                                             load_f64(header + kParamWideScale));
     }
     if (ranked) rank_short_list(shared, listed);
     // What the output's tables have at the token that will be drawn is then not far.

@@ -223,8 +223,7 @@ __device__ __noinline__ Kept row_cut(Shared& shared, Block& block, const Kept ke
   const int64_t above = amount(sums_from(from_key(static_cast<int32_t>(low) + 1)));
   int64_t each = 1;
   if (!by_count) {
-    const double z = (static_cast<double>(cut) - static_cast<double>(kept.highest)) * scale;
-    each = mass_of(exp2_wide(z));
+    each = mass_of_y(cut, static_cast<double>(kept.highest), scale);
     each = each < 1 ? 1 : each;
   }
   const int64_t ties = (target - above + each - 1) / each;
@@ -325,9 +324,7 @@ __device__ __noinline__ double reach_in_row(Shared& shared, Block& block, const 
   int64_t left = target - take_survey<Logits>(shared, block, kept, survey).mass;
   const int count = shared.count;
   if (left <= 0 || count == 0 || count > kBracketed) return kUnknown;
-  const auto mass_at = [&](float y) {
-    return mass_of(exp2_wide((static_cast<double>(y) - highest) * scale));
-  };
+  const auto mass_at = [&](float y) { return mass_of_y(y, highest, scale); };
   const auto first = static_cast<float>(near);
   const float per_bin = static_cast<float>(kBins) / (static_cast<float>(far) - first);
   const auto bin_of = [&](float y) {
