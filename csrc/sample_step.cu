@@ -56,7 +56,6 @@ struct GivenStatistics {
 
   // Leaves them as the first pass does its own. all: how many groups it has.
   __device__ void leave(const Statistics& at, int vocab, int all) const {
-    const int with_tokens = ceil_div(vocab, kGroup);
     const auto leave_vector = [&](int vector, const float4& maximum, const float4& sum) {
       const Vector given_maxima(maximum), given_sums(sum);
       float left[2][4];
@@ -64,7 +63,8 @@ struct GivenStatistics {
       for (int j = 0; j < 4; ++j) {
         const float m = given_maxima[j], s = given_sums[j];
         const bool is_number = m == m && s == s;
-        left[0][j] = 4 * vector + j < with_tokens ? (is_number ? m + 0.0f : kInf) : kNegInf;
+        left[0][j] =
+            piece_first(4 * vector + j, 0) < vocab ? (is_number ? m + 0.0f : kInf) : kNegInf;
         // 64 weights, one of them 1, are no less and no more, whatever is given.
         left[1][j] = fminf(fmaxf(s, 1.0f), static_cast<float>(kGroup));
       }
@@ -215,7 +215,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
       if (threadIdx.x == 4 * kWarp) {
         // If the statistics are wrong there may be nothing to find.
         shared.found = 0;
-        shared.drawn_group = {0, 0, 1};
+        shared.drawn_window = {0, 0, 1};
       }
       __syncthreads();
       finish_row<Logits>();

@@ -262,7 +262,7 @@ __device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source
     int ids[kGroupsAtOnce];
 #pragma unroll
     for (int j = 0; j < kGroupsAtOnce; ++j) {
-      ids[j] = group_list[min(i + j, listed - 1)] * kGroup + 2 * lane;
+      ids[j] = token_of_group(group_list[min(i + j, listed - 1)], 2 * lane);
       x[j][0] = x[j][1] = kNegInf;
       if (i + j < listed && ids[j] < source.vocab) {
         Logits::load_pair(source.logits, ids[j], x[j]);

@@ -59,7 +59,6 @@ __device__ inline bool receive(const ShardedArguments& s, const ExchangeLayout& 
     stream_one_set<Sharded<Logits>>(task.row, wishes, s.split_sets[i], lane, at, {});
   }
   if (task.in_shared) {
-    constexpr int kGroupsOfSet = kGroupsOfTile / kSets;
     constexpr int kAhead = 4;
     const auto* from = reinterpret_cast<const float4*>(record + ExchangeLayout::kSignals);
     auto* to = reinterpret_cast<float4*>(at.maxima);
@@ -206,7 +205,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
       // Who has given up sends nothing, so that the others do too.
       const bool silent = load_now(own + ExchangeLayout::kSilent) != 0;
       if (!silent) {
-        constexpr int kGroupsOfSet = kGroupsOfTile / kSets;
         send_statistics(s, exchange.row(index), groups, mine.first_set * kGroupsOfSet,
                         mine.end_set * kGroupsOfSet, wishes, at);
       }

@@ -14,7 +14,12 @@ from graphed_sampling.logprobs import (
 )
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.sampler import Sampler, StepOutput, new_output, new_scratch
-from graphed_sampling.statistics import GROUP_SIZE, group_stats, group_stats_shape
+from graphed_sampling.statistics import (
+    GROUP_SIZE,
+    WINDOW_SIZE,
+    group_stats,
+    group_stats_shape,
+)
 from graphed_sampling.step.batch import PrefillChunk, StepBatch
 from graphed_sampling.step.futures import GraphSignal, HostStream, gpu_future
 from graphed_sampling.step.loop import StepLoop, StepResult
@@ -35,6 +40,7 @@ __version__: str = build_info()["version"]
 
 __all__ = [
     "GROUP_SIZE",
+    "WINDOW_SIZE",
     "AdmittedRequest",
     "CaptureReport",
     "Delta",

@@ -1,10 +1,11 @@
 """Statistics of groups of logits: what whoever makes logits can tell a step of them.
 
-A row's groups are `GROUP_SIZE` neighbouring tokens each, from token 0 on. Of every group there are
-its largest logit and the sum of exp(logit - largest), of the raw logits as they are stored. A step
-that is given them (`group_stats`) does not read rows for which they suffice, but for the few groups
-that may be drawn. `group_stats` works them out in torch operations; `graphed_sampling.epilogue` has
-what a kernel of Triton's calls on its tiles of logits.
+A row's groups are `GROUP_SIZE` tokens each, two to a window of `WINDOW_SIZE` neighbours: group
+2 w + i has of window w, in pieces of 8 tokens, those with even numbers (i = 0) or odd ones (i = 1).
+Of every group there are its largest logit and the sum of exp(logit - largest), of the raw logits as
+they are stored. A step that is given them (`group_stats`) does not read rows for which they
+suffice, but for the few groups that may be drawn. `group_stats` works them out in torch operations;
+`graphed_sampling.epilogue` has what a kernel of Triton's calls on its tiles of logits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from graphed_sampling.checks import check_count, check_vocab_size
 
 GROUP_SIZE: Final = 64
 """Tokens of a group."""
+WINDOW_SIZE: Final = 128
+"""Neighbouring tokens of which two groups have the pieces in turns."""
+PIECE_SIZE: Final = 8
+"""Neighbouring tokens of one group."""
 UNIT: Final = 4
 """Of so many groups a row has a multiple. What stands at those without tokens is not looked at."""
 
@@ -48,9 +53,11 @@ def group_stats(logits: Tensor, vocab_size: int) -> Tensor:
         padding = groups * GROUP_SIZE - size
         values = logits[:, :size].float()
         values = torch.nn.functional.pad(values, (0, padding), value=-math.inf)
-        values = values.view(rows, groups, GROUP_SIZE)
+        pieces = (GROUP_SIZE // PIECE_SIZE, WINDOW_SIZE // GROUP_SIZE, PIECE_SIZE)
+        values = values.view(rows, groups * GROUP_SIZE // WINDOW_SIZE, *pieces)
         # NaN does not hide a maximum, which a step wants of the other groups alone.
-        maxima = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(2)
+        finite = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        maxima = finite.amax((2, 4))
         base = maxima.masked_fill(maxima == -math.inf, 0.0)
-        sums = (values - base.unsqueeze(2)).exp().sum(2)
-        return torch.stack([maxima, sums], 1)
+        sums = (values - base[:, :, None, :, None]).exp().sum((2, 4))
+        return torch.stack([maxima.view(rows, groups), sums.view(rows, groups)], 1)

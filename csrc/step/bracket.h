@@ -85,7 +85,8 @@ __device__ inline float largest_z(const Weighing& weighing, const FineBins& bins
   return above_mean ? weighing.mean - top + bins.width : weighing.mean + top;
 }
 
-// A block's part of weighing tokens, into its own bins: every `step`th piece from `first` on.
+// A block's part of weighing tokens, into its own bins: every `step`th piece from `first` on, of
+// evenly spaced windows.
 // Returns what a thread's weigh below all bins.
 template <class Logits>
 __device__ __noinline__ int64_t weigh_tokens(int first, int step) {
@@ -95,18 +96,18 @@ __device__ __noinline__ int64_t weigh_tokens(int first, int step) {
   const Weighing weighing = shared.request.weighing;
   const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
   const float scale = row.scale;
-  const auto groups = static_cast<unsigned>(shared.task.groups);
-  const auto sampled = static_cast<unsigned>(weighing.sampled);
-  const int pieces = weighing.sampled * kPieces;
+  constexpr unsigned kPiecesOfWindow = kWindow / kPiece;
+  const auto windows = static_cast<unsigned>(shared.task.groups / kGroupsOfWindow);
+  const auto sampled = static_cast<unsigned>(weighing.sampled / kGroupsOfWindow);
+  const int pieces = static_cast<int>(sampled * kPiecesOfWindow);
   int64_t below = 0;
 #pragma unroll 1
   for (int begin = first; begin < pieces; begin += kAtOnce * step) {
     const auto first_of = [&](int i) {
       const auto place = static_cast<unsigned>(min(begin + i * step, pieces - 1));
-      // Evenly spaced groups.
-      const unsigned group =
-          sampled == groups ? place / kPieces : place / kPieces * groups / sampled;
-      return static_cast<int>(group * kGroup + place % kPieces * kPiece);
+      const unsigned number = place / kPiecesOfWindow;
+      const unsigned window = sampled == windows ? number : number * windows / sampled;
+      return static_cast<int>(window * kWindow + place % kPiecesOfWindow * kPiece);
     };
     int tokens[kAtOnce];
     Pack<Logits> packs[kAtOnce];

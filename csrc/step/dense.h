@@ -33,13 +33,14 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
                           : load_any_set<Logits>(row, tile, number, lane);
     }
     if (set < 0) continue;
-    const int tile = set / kSets, first_piece = set % kSets * kAtOnce;
-    float sums[kAtOnce];
+    const int tile = set / kSets, number = set % kSets;
+    const int group = group_of_lane(tile, number, lane);
+    const float maximum = load_now(maxima + group), base = finite_or_zero(maximum);
+    float of_lane = 0.0f;
     uint32_t listed = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int first = tile_first(tile, first_piece + i, lane);
-      const float base = finite_or_zero(load_now(maxima + first / kGroup));
+      const int first = set_first(tile, number, i, lane);
       // NaN reaches no bound.
       float y[kPiece];
       Logits::unpack(loaded.packs[i].words, y);
@@ -52,27 +53,24 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
         above += over ? 1 : 0;
         listed |= (y[j] >= low && !over ? 1u : 0u) << (i * kPiece + j);
       }
-      sums[i] = parts[0] + parts[1];
+      of_lane += parts[0] + parts[1];
     }
     // Only where given statistics are wrong it would be more.
-    const float sum = fminf(sum_of_groups(sums, lane), static_cast<float>(kGroup));
-    const int group = group_of_lane(tile, first_piece, lane);
-    if (lane_writes(lane)) {
-      task.masses[group] = group_mass(load_now(maxima + group), sum, largest, scale);
-    }
-    const int number = __popc(listed), up_to = sum_up_to_lane(number, lane);
+    const float sum = fminf(sum_of_group(of_lane), static_cast<float>(kGroup));
+    if (lane_writes(lane)) task.masses[group] = group_mass(maximum, sum, largest, scale);
+    const int mine = __popc(listed), up_to = sum_up_to_lane(mine, lane);
     const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
     if (appended == 0) continue;
     // The order of the list decides nothing: every use of it sums, compares or sorts.
     int place = 0;
     if (lane == 0) place = atomicAdd(count, appended);
-    place = __shfl_sync(kAllLanes, place, 0) + up_to - number;
-    if (place + number > kBracketed) continue;
+    place = __shfl_sync(kAllLanes, place, 0) + up_to - mine;
+    if (place + mine > kBracketed) continue;
     if constexpr (Logits::kSharded) {
       // To load them once more, as below, could be to fetch them from another device.
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int first = tile_first(tile, first_piece + i, lane);
+        const int first = set_first(tile, number, i, lane);
         float y[kPiece];
         y_of_pack<Logits>(row, loaded.packs[i], first, y);
 #pragma unroll
@@ -87,7 +85,7 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
 #pragma unroll 1
       for (; listed != 0; listed &= listed - 1, ++place) {
         const int bit = __ffs(static_cast<int>(listed)) - 1;
-        const int token = tile_first(tile, first_piece + bit / kPiece, lane) + bit % kPiece;
+        const int token = set_first(tile, number, bit / kPiece, lane) + bit % kPiece;
         float y = load_logit<Logits>(row, token);
         if (!plain) y = special_or(row, processed(row, y, token), token);
         task.bracket_y[place] = y;
@@ -191,7 +189,7 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
   for_each_bracketed(task, count, [&](float y, int token) {
     if (order_of(y, token) >= cut.order) {
       // Integers: the order of the additions decides nothing.
-      atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + token / kGroup,
+      atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + group_of(token),
                 static_cast<unsigned long long>(mass_at(y)));
     }
   });

@@ -335,11 +335,13 @@ __device__ inline int list_groups(Shared& shared, Block& block, const float* max
     }
     __syncthreads();
     const int chunk = block.thread();
-    unsigned reaching = chunk < chunks ? shared.bins[chunk] : 0;
+    const unsigned all = chunk < chunks ? shared.bins[chunk] : 0;
+    unsigned reaching = all;
     int number;
     int place = count + block.sum_before(__popc(reaching), &number);
     for (; reaching != 0 && place < kListedGroups; reaching &= reaching - 1, ++place) {
-      shared.group_list[place] = first + chunk * kWarp + __ffs(static_cast<int>(reaching)) - 1;
+      shared.group_list[place] =
+          ListedGroup::of(all, __ffs(static_cast<int>(reaching)) - 1, first + chunk * kWarp);
     }
     count += number;
   }
@@ -347,29 +349,30 @@ __device__ inline int list_groups(Shared& shared, Block& block, const float* max
   return count;
 }
 
-// The lowest id among a group's tokens with that y, which has some. Every lane of a warp has two.
+// The lowest id among a window's tokens with that y, which has some. Every lane of a warp has 4.
 // meanwhile(): what the warp does while they are on their way.
 template <class Logits, class Meanwhile>
-__device__ inline int first_in_group(const Row& row, int group, float y, int lane,
-                                     Meanwhile meanwhile) {
-  unsigned found[2];
-  float of_token[2] = {kNegInf, kNegInf};
+__device__ inline int first_in_window(const Row& row, int window, float y, int lane,
+                                      Meanwhile meanwhile) {
+  constexpr int kEach = kWindow / kWarp;
+  float of_token[kEach];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = group * kGroup + i * kWarp + lane;
+  for (int i = 0; i < kEach; ++i) {
+    of_token[i] = kNegInf;
+    const int token = window * kWindow + i * kWarp + lane;
     if (token < row.vocab) of_token[i] = Logits::value(load_bits<Logits>(row, token));
   }
   meanwhile();
+  int place = kWindow;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = group * kGroup + i * kWarp + lane;
+  for (int i = kEach - 1; i >= 0; --i) {
+    const int token = window * kWindow + i * kWarp + lane;
     float of_it = sanitised(of_token[i]);
     if (!row.plain() && token < row.vocab) of_it = processed(row, of_it, token);
-    found[i] = __ballot_sync(kAllLanes, token < row.vocab && of_it == y);
+    const unsigned found = __ballot_sync(kAllLanes, token < row.vocab && of_it == y);
+    if (found != 0) place = i * kWarp + __ffs(static_cast<int>(found)) - 1;
   }
-  const int place = found[0] != 0 ? __ffs(static_cast<int>(found[0])) - 1
-                                  : kWarp + __ffs(static_cast<int>(found[1])) - 1;
-  return group * kGroup + place;
+  return window * kWindow + place;
 }
 
 // The lowest id among the largest y.
@@ -383,88 +386,101 @@ __device__ inline int first_maximum(Shared& shared, Block& block, const float* m
       break;
     }
   }
-  const int group = static_cast<int>(block.min_bits(first));
-  return first_in_group<Logits>(task.row, group, task.largest, block.lane(), [] {});
+  const int window = static_cast<int>(block.min_bits(first)) / kGroupsOfWindow;
+  return first_in_window<Logits>(task.row, window, task.largest, block.lane(), [] {});
 }
 
-// The token of a group in which the draw from `total` ends: by a warp, whose lanes have two
-// neighbours in canonical order each. Masses start from `base`.
+// The token of a window in which the draw from `total` ends: by a warp, whose lanes have 4
+// neighbours each. Masses start from `base`.
 template <class Logits>
-__device__ inline Drawn draw_in_group(const Task& task, const Kept& kept, int64_t total,
-                                      const DrawnGroup& drawn, float base, int lane) {
+__device__ inline Drawn draw_in_window(const Task& task, const Kept& kept, int64_t total,
+                                       const DrawnWindow& drawn, float base, int lane) {
+  constexpr int kEach = kWindow / kWarp;
   const Row& row = task.row;
   const int64_t position = position_of(task.word, total);
   const double highest = static_cast<double>(base);
   const double scale = load_f64(row.params + kParamWideScale);
-  int64_t masses[2];
-  float y[2];
+  int64_t masses[kEach], mine = 0;
+  float y[kEach];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = drawn.group * kGroup + 2 * lane + i;
+  for (int i = 0; i < kEach; ++i) {
+    const int token = drawn.window * kWindow + kEach * lane + i;
     masses[i] = 0;
     y[i] = kNegInf;
     if (token < row.vocab) {
       y[i] = load_logit<Logits>(row, token);
       if (!row.plain()) y[i] = special_or(row, processed(row, y[i], token), token);
-      if (kept.holds(y[i], token)) {
-        masses[i] = mass_of_y(y[i], highest, scale);
-      }
+      if (kept.holds(y[i], token)) masses[i] = mass_of_y(y[i], highest, scale);
     }
+    mine += masses[i];
   }
-  const int64_t up_to = sum_up_to_lane(masses[0] + masses[1], lane);
+  const int64_t up_to = sum_up_to_lane(mine, lane);
   const int64_t of_tokens = of_lane(up_to, kWarp - 1);
-  // Where the tokens' masses add up to the group's, nothing is rounded.
+  // Where the tokens' masses add up to the window's, nothing is rounded.
   int64_t place = position - drawn.before;
   if (of_tokens != drawn.mass) {
     const double share = share_of(task.word, total, drawn.before, drawn.mass);
     place = static_cast<int64_t>(share * static_cast<double>(of_tokens));
     place = place < of_tokens ? place : of_tokens - 1;
   }
-  const unsigned passing = __ballot_sync(kAllLanes, up_to <= place);
-  const unsigned halfway = __ballot_sync(kAllLanes, up_to - masses[1] <= place);
-  const int at = __popc(passing) + __popc(halfway);
-  const float first_y = __shfl_sync(kAllLanes, y[0], at / 2);
-  const float second_y = __shfl_sync(kAllLanes, y[1], at / 2);
-  return {drawn.group * kGroup + at, at % 2 == 0 ? first_y : second_y};
+  // How many tokens end before it.
+  int at = 0;
+  int64_t end = up_to - mine;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    end += masses[i];
+    at += __popc(__ballot_sync(kAllLanes, end <= place));
+  }
+  float of_drawn = y[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) of_drawn = at % kEach == i ? y[i] : of_drawn;
+  return {drawn.window * kWindow + at, __shfl_sync(kAllLanes, of_drawn, at / kEach)};
 }
 
-// A token drawn from what is kept: its group by mass, then inside the group. mass_at(group): of
-// those of its tokens, `total` in all. base_at(group): where its tokens' masses start.
+// A token drawn from what is kept: its window by mass, then inside the window. mass_at(group): of
+// those of its tokens, `total` in all. base_at(group): where its tokens' masses may start.
 template <class Logits, class MassAt, class BaseAt>
 __device__ inline Drawn draw_from_groups(Shared& shared, Block& block, const Kept kept,
                                          int64_t total, MassAt mass_at, BaseAt base_at) {
   Task& task = shared.task;
   const int64_t position = position_of(task.word, total);
-  // A thread's groups are neighbours.
-  const int each = (task.groups + kThreads - 1) / kThreads;
-  const int first = block.thread() * each, end = min(first + each, task.groups);
+  const auto mass_of_window = [&](int window) {
+    const int group = window * kGroupsOfWindow;
+    return mass_at(group) + mass_at(group + 1);
+  };
+  // A thread's windows are neighbours.
+  const int windows = task.groups / kGroupsOfWindow;
+  const int each = (windows + kThreads - 1) / kThreads;
+  const int first = block.thread() * each, end = min(first + each, windows);
   int64_t mine = 0;
 #pragma unroll 4
-  for (int group = first; group < end; ++group) mine += mass_at(group);
+  for (int window = first; window < end; ++window) mine += mass_of_window(window);
   int64_t all;
   const int64_t before = block.sum_before(mine, &all);
-  if (before <= position && position < before + mine) shared.drawn_group = {first, before, mine};
+  if (before <= position && position < before + mine) shared.drawn_window = {first, before, mine};
   __syncthreads();
-  // Every warp goes through that thread's groups.
-  DrawnGroup drawn = shared.drawn_group;
-  const int lane = block.lane(), last = min(drawn.group + each, task.groups);
+  // Every warp goes through that thread's windows.
+  DrawnWindow drawn = shared.drawn_window;
+  const int lane = block.lane(), last = min(drawn.window + each, windows);
 #pragma unroll 1
-  for (;; drawn.group += kWarp) {
-    const int group = drawn.group + lane;
-    const int64_t mass = group < last ? mass_at(group) : 0;
+  for (;; drawn.window += kWarp) {
+    const int window = drawn.window + lane;
+    const int64_t mass = window < last ? mass_of_window(window) : 0;
     const int64_t up_to = drawn.before + sum_up_to_lane(mass, lane);
     const unsigned beyond = __ballot_sync(kAllLanes, position < up_to);
-    if (beyond == 0 && drawn.group + kWarp < last) {
+    if (beyond == 0 && drawn.window + kWarp < last) {
       drawn.before = of_lane(up_to, kWarp - 1);
       continue;
     }
     // Where the given statistics are wrong there may be none: then it is anyone.
     const int in = beyond != 0 ? __ffs(static_cast<int>(beyond)) - 1 : 0;
     const int64_t inside = of_lane(mass, in);
-    drawn = {drawn.group + in, of_lane(up_to - mass, in), inside > 0 ? inside : 1};
+    drawn = {drawn.window + in, of_lane(up_to - mass, in), inside > 0 ? inside : 1};
     break;
   }
-  return draw_in_group<Logits>(task, kept, total, drawn, base_at(drawn.group), lane);
+  const int group = drawn.window * kGroupsOfWindow;
+  const float base = fmaxf(base_at(group), base_at(group + 1));
+  return draw_in_window<Logits>(task, kept, total, drawn, base, lane);
 }
 
 }  // namespace graphed_sampling

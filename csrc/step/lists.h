@@ -12,7 +12,7 @@ template <class Logits, class Meanwhile>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
                                       float bound, Meanwhile meanwhile) {
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
-  static_assert(kEach * kPiece <= 32 && kPieces % kEach == 0);
+  static_assert(kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
   const bool plain = row.plain();
   int count = 0;
@@ -24,10 +24,10 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     float y[kEach][kPiece] = {};
     Pack<Logits> packs[kEach] = {};
     if (first < pieces) {
-      const int id = shared.group_list[first / kPieces] * kGroup + first % kPieces * kPiece;
+      const ListedGroup group = shared.group_list[first / kPieces];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        ids[i] = id + i * kPiece;
+        ids[i] = group.first_token(first % kPieces + i);
         packs[i] = load_pack<Logits>(row, ids[i]);
       }
     }
@@ -53,14 +53,15 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
         if ((reaching >> i & 1) == 0) continue;
         if (place < kListed) {
           shared.list_y[place] = y[i / kPiece][i % kPiece];
-          shared.list_ids[place] = ids[0] + i;
+          shared.list_ids[place] = ids[i / kPiece] + i % kPiece;
         }
         ++place;
       }
     } else {
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
         // Loaded once more: registers cannot be numbered.
-        const int token = ids[0] + __ffs(static_cast<int>(reaching)) - 1;
+        const int bit = __ffs(static_cast<int>(reaching)) - 1;
+        const int token = (bit < kPiece ? ids[0] : ids[1]) + bit % kPiece;
         if (place < kListed) {
           shared.list_y[place] = load_logit<Logits>(row, token);
           shared.list_ids[place] = token;
@@ -95,7 +96,7 @@ __device__ inline int list_many_candidates(Shared& shared, Block& block, const R
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int at = first + i * (kWarp / kPieces);
-      ids[i] = at < num_groups ? shared.group_list[at] * kGroup + piece * kPiece : row.vocab;
+      ids[i] = at < num_groups ? shared.group_list[at].first_token(piece) : row.vocab;
       packs[i] = load_whole_pack<Logits>(row.logits, ids[i] < row.vocab ? ids[i] : 0);
     }
     if (begin == 0) meanwhile();

@@ -51,7 +51,7 @@ __device__ __noinline__ bool repair_group(Shared& shared, Block& block, int grou
   const Wishes& wishes = task.wishes;
   float x[2], y[2];
   bool nan = false;
-  const int first = group * kGroup + 2 * block.lane();
+  const int first = token_of_group(group, 2 * block.lane());
   const uint32_t listed = listed_bits(row, first);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -120,7 +120,7 @@ __device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
   Task& task = shared.task;
   const Row& row = task.row;
   const auto group_at = [&](int i) {
-    return (i < row.num_bias ? row.bias_ids[i] : row.bans[i - row.num_bias]) / kGroup;
+    return group_of(i < row.num_bias ? row.bias_ids[i] : row.bans[i - row.num_bias]);
   };
   const int named = row.num_bias + row.num_bans;
   for (int i = block.warp(); i < named; i += kWarps) {
@@ -129,43 +129,6 @@ __device__ __noinline__ void repair_listed(Shared& shared, Block& block) {
     bool before = false;
     for (int j = block.lane(); j < i; j += kWarp) before = before || group_at(j) == group;
     if (__any_sync(kAllLanes, before) == 0) repair_group<Logits>(shared, block, group);
-  }
-  __syncthreads();
-  // Exponents of a set start from its largest token. Where a list has taken that one away, groups
-  // far below it have weights of which little is left.
-  if (!task.wishes.total) return;
-  constexpr int kGroupsOfSet = kGroupsOfTile / kSets;
-  constexpr float kFar = -32.0f;
-  const int lane = block.lane();
-  Row unlisted = row;
-  unlisted.num_bias = unlisted.num_bans = 0;
-  for (int i = block.warp(); i < named; i += kWarps) {
-    // A set that several tokens name is the first one's.
-    const int set = group_at(i) / kGroupsOfSet, first = set * kGroupsOfSet;
-    float base = kNegInf;
-    bool before = false;
-    unsigned listed = 0;
-    for (int j = lane; j < named; j += kWarp) {
-      const int group = group_at(j);
-      if (group / kGroupsOfSet != set) continue;
-      before = before || j < i;
-      listed |= 1u << (group - first);
-      const int token = j < row.num_bias ? row.bias_ids[j] : row.bans[j - row.num_bias];
-      base = fmaxf(base, processed(unlisted, load_logit<Logits>(row, token), token));
-    }
-    if (__any_sync(kAllLanes, before) != 0) continue;
-    // Only now: another warp may be repairing a set that is not this one's.
-    const float maximum = lane < kGroupsOfSet ? load_now(task.at.maxima + first + lane) : kNegInf;
-    base = from_key(__reduce_max_sync(kAllLanes, key_of(base)));
-    for (int step = 1; step < kWarp; step *= 2) {
-      listed |= __shfl_xor_sync(kAllLanes, listed, step);
-    }
-    const bool far = maximum > kNegInf && maximum < kInf && base > maximum &&
-                     z_of(maximum, base, row.scale) < kFar;
-    unsigned left = __ballot_sync(kAllLanes, far) & ~listed;
-    for (; left != 0; left &= left - 1) {
-      repair_group<Logits>(shared, block, first + __ffs(static_cast<int>(left)) - 1);
-    }
   }
   __syncthreads();
 }

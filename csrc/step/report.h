@@ -81,7 +81,7 @@ __device__ __noinline__ void top_from_row(Shared& shared, Block& block, const Ro
     uint64_t best = 0;
     for (int group = block.thread(); group < task.groups; group += kThreads) {
       for (int piece = 0; piece < kPieces; ++piece) {
-        const int first = group * kGroup + piece * kPiece;
+        const int first = piece_first(group, piece);
         float y[kPiece];
         piece_y<Logits>(row, first, y);
         for (int i = 0; i < kPiece; ++i) {
@@ -148,7 +148,7 @@ __device__ __noinline__ int report_rank(Shared& shared, Block& block, const Row&
     if (!(load_now(stored + group) > value)) continue;
     for (int piece = 0; piece < kPieces; ++piece) {
       float y[kPiece];
-      piece_y<Logits>(row, group * kGroup + piece * kPiece, y);
+      piece_y<Logits>(row, piece_first(group, piece), y);
       for (int i = 0; i < kPiece; ++i) above += y[i] > value ? 1 : 0;
     }
   }

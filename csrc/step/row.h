@@ -9,11 +9,30 @@
 
 namespace graphed_sampling {
 
-// The geometry that results rest on: groups of 64 neighbouring tokens. A lane reads a piece of 8 at
-// a time, so that 8 lanes read a group.
+// The geometry that results rest on. A piece is 8 neighbouring tokens, which a lane reads at a
+// time. Of a window of 16 pieces one group has those with even numbers, the other one the rest:
+// then two lanes that have a group each between them read whole lines of memory.
 constexpr int kPiece = 8;
-constexpr int kPieces = 8;
+constexpr int kPieces = 8;  // of a group
 constexpr int kGroup = kPiece * kPieces;
+constexpr int kGroupsOfWindow = 2;
+constexpr int kWindow = kGroup * kGroupsOfWindow;
+
+GS_HOST_DEVICE constexpr int group_of(int token) {
+  return token / kWindow * kGroupsOfWindow + token / kPiece % kGroupsOfWindow;
+}
+
+// The first token of a group's piece.
+GS_HOST_DEVICE constexpr int piece_first(int group, int piece) {
+  return group / kGroupsOfWindow * kWindow +
+         (piece * kGroupsOfWindow + group % kGroupsOfWindow) * kPiece;
+}
+
+// A group's tokens in the order of their ids.
+GS_HOST_DEVICE constexpr int token_of_group(int group, int place) {
+  return piece_first(group, place / kPiece) + place % kPiece;
+}
+static_assert(group_of(piece_first(5, 3) + 7) == 5 && piece_first(5, 3) == 312);
 
 // The types of logits: how many 16-byte vectors a piece takes, what is in them, and the bits of
 // -inf.
@@ -34,13 +53,15 @@ struct Float32 {
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) x[i] = __uint_as_float(words[i]);
   }
-  // Of all that the words hold. NaN counts with kNan, else only where there is nothing else.
-  template <bool kNan = false>
-  __device__ static float largest(const uint32_t (&words)[8]) {
-    float x = __uint_as_float(words[0]);
-#pragma unroll
-    for (int i = 1; i < 8; ++i) x = max_f32<kNan>(x, __uint_as_float(words[i]));
-    return x;
+  // Of what two words hold, each for itself, and of what one does. NaN counts with kNan, else only
+  // where there is nothing else.
+  template <bool kNan>
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    return __float_as_uint(max_f32<kNan>(__uint_as_float(a), __uint_as_float(b)));
+  }
+  template <bool kNan>
+  __device__ static float largest(uint32_t word) {
+    return __uint_as_float(word);
   }
 };
 
@@ -63,10 +84,12 @@ struct BFloat16 {
       x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
     }
   }
-  template <bool kNan = false>
-  __device__ static float largest(const uint32_t (&words)[4]) {
-    const uint32_t word = max_bf16x2<kNan>(max_bf16x2<kNan>(words[0], words[1]),
-                                           max_bf16x2<kNan>(words[2], words[3]));
+  template <bool kNan>
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    return max_bf16x2<kNan>(a, b);
+  }
+  template <bool kNan>
+  __device__ static float largest(uint32_t word) {
     return max_f32<kNan>(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
   }
 };
@@ -90,10 +113,12 @@ struct Float16 {
       x[2 * i + 1] = half_to_float(static_cast<uint16_t>(words[i] >> 16));
     }
   }
-  template <bool kNan = false>
-  __device__ static float largest(const uint32_t (&words)[4]) {
-    const uint32_t word =
-        max_f16x2<kNan>(max_f16x2<kNan>(words[0], words[1]), max_f16x2<kNan>(words[2], words[3]));
+  template <bool kNan>
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    return max_f16x2<kNan>(a, b);
+  }
+  template <bool kNan>
+  __device__ static float largest(uint32_t word) {
     return max_f32<kNan>(half_to_float(static_cast<uint16_t>(word & 0xFFFFu)),
                          half_to_float(static_cast<uint16_t>(word >> 16)));
   }

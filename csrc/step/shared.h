@@ -64,9 +64,9 @@ struct Selection {
   int num_kept;
 };
 
-// A group in which the draw ends: the mass of what is kept before it and in it.
-struct DrawnGroup {
-  int group;
+// A window in which the draw ends: the mass of what is kept before it and in it.
+struct DrawnWindow {
+  int window;
   int64_t before, mass;
 };
 
@@ -122,6 +122,25 @@ __device__ inline void leave_best(const Best& best, BestOfWarps* of_row, int pla
   }
 }
 
+// A group of a list, beside which the other one of its window is listed too, or not: so its pieces
+// and that one's can be gone through in the order of ids.
+struct ListedGroup {
+  static constexpr uint32_t kBoth = 1u << 31;
+  uint32_t word;
+
+  // groups: of 32, which ones are listed, a bit each; number: its own among them.
+  __device__ static ListedGroup of(uint32_t groups, int number, int first) {
+    const bool both = (groups >> (number ^ 1) & 1) != 0;
+    return {static_cast<uint32_t>(first + number) | (both ? kBoth : 0u)};
+  }
+  // The first token of the piece that is number `piece` in what the group has of that order.
+  __device__ int first_token(int piece) const {
+    const int group = static_cast<int>(word & ~kBoth), second = group % kGroupsOfWindow;
+    if ((word & kBoth) == 0) return piece_first(group, piece);
+    return group / kGroupsOfWindow * kWindow + (second * kPieces + piece) * kPiece;
+  }
+};
+
 struct Shared {
   StepArguments arguments;
   Task task;
@@ -136,7 +155,7 @@ struct Shared {
   uint64_t found_order;
   int count;  // of a list that warps append to
   int64_t found_before, found_mass;
-  DrawnGroup drawn_group;
+  DrawnWindow drawn_window;
   Selection selection;
   float raw_parts[kWarps];  // what each warp has of the sum of raw weights
   double raw_log;           // its logarithm
@@ -144,7 +163,7 @@ struct Shared {
   alignas(16) uint32_t bins[kBins];
   // Groups that are read for a list, until there is one.
   union {
-    int32_t group_list[kListedGroups];
+    ListedGroup group_list[kListedGroups];
     uint32_t mass_limbs[kMassLimbs][kBins];
     int32_t in_cut[kThreads];  // places in the list
   };

@@ -43,22 +43,26 @@ __device__ inline float finite_or_zero(float maximum) {
   return maximum == kNegInf ? 0.0f : maximum;
 }
 
-// A tile is what a warp reads at a time: 8 pieces a lane, 256 tokens apart, so that its loads are
-// contiguous. Lanes 8 i to 8 i + 7 have, as their piece p, the tile's group 4 p + i.
+// A tile is what a warp reads at a time: two sets, of which a lane has 4 pieces each. A set's
+// windows are 4 lanes' each, of which those 2 apart share a group.
 constexpr int kGroupsOfTile = 32;
 constexpr int kTile = kGroup * kGroupsOfTile;
+constexpr int kAtOnce = 4;  // pieces of a lane
+constexpr int kSets = kPieces / kAtOnce;
+constexpr int kGroupsOfSet = kGroupsOfTile / kSets;
+constexpr int kLanesOfWindow = kWindow / (kPiece * kAtOnce);
+constexpr int kApart = kLanesOfWindow * kPiece;  // the lane's pieces, in tokens
+static_assert(kLanesOfWindow == 2 * kGroupsOfWindow);
 
 // Of a row, whose last tile may have less tokens.
 GS_HOST_DEVICE constexpr int tiles_of(int vocab) { return (vocab + kTile - 1) / kTile; }
 GS_HOST_DEVICE constexpr int groups_of(int vocab) { return tiles_of(vocab) * kGroupsOfTile; }
 
-__device__ inline int tile_first(int tile, int piece, int lane) {
-  return tile * kTile + piece * (kWarp * kPiece) + lane * kPiece;
+// The first token of a lane's piece.
+__device__ inline int set_first(int tile, int set, int piece, int lane) {
+  return (tile * kSets + set) * (kTile / kSets) + lane / kLanesOfWindow * kWindow + piece * kApart +
+         lane % kLanesOfWindow * kPiece;
 }
-
-// So many pieces a lane works on at a time: a set.
-constexpr int kAtOnce = 4;
-constexpr int kSets = kPieces / kAtOnce;
 
 template <class Logits>
 struct Set {
@@ -85,17 +89,17 @@ template <class Logits>
 __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, int lane) {
   Set<Logits> loaded;
   if ((tile + 1) * kTile <= source.vocab) {
-    const auto* first = static_cast<const typename Logits::Bits*>(source.logits) +
-                        tile_first(tile, set * kAtOnce, lane);
+    const auto* first =
+        static_cast<const typename Logits::Bits*>(source.logits) + set_first(tile, set, 0, lane);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      loaded.packs[i] = load_whole_pack<Logits>(first, i * (kWarp * kPiece));
+      loaded.packs[i] = load_whole_pack<Logits>(first, i * kApart);
     }
     return loaded;
   }
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    const int first = tile_first(tile, set * kAtOnce + i, lane);
+    const int first = set_first(tile, set, i, lane);
 #pragma unroll
     for (int j = 0; j < 4 * Logits::kVectors; ++j) loaded.packs[i].words[j] = Logits::kNegInfWord;
     if (first < source.vocab) loaded.packs[i] = load_whole_pack<Logits>(source.logits, first);
@@ -109,164 +113,128 @@ __device__ inline Set<Logits> load_any_set(const Source& source, int tile, int s
   Set<Logits> loaded;
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    loaded.packs[i] = load_pack<Logits>(source, tile_first(tile, set * kAtOnce + i, lane));
+    loaded.packs[i] = load_pack<Logits>(source, set_first(tile, set, i, lane));
   }
   return loaded;
 }
 
-// Over the 8 lanes that share groups, of the values that are numbered as the lane is, what
-// combine(a, b) makes of them: each exchange halves how many a lane still has.
-template <class Combine>
-__device__ inline float over_groups(const float (&values)[kAtOnce], int lane, Combine combine) {
-  float left[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) left[i] = values[i];
-#pragma unroll
-  for (int half = kAtOnce / 2; half > 0; half /= 2) {
-    const bool upper = (lane & half) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float sent = upper ? left[i] : left[i + half];
-      const float kept = upper ? left[i + half] : left[i];
-      left[i] = combine(kept, __shfl_xor_sync(kAllLanes, sent, half));
-    }
-  }
-  // Two lanes have each, from parts of it.
-  return combine(left[0], __shfl_xor_sync(kAllLanes, left[0], 4));
+// Of the two lanes that share a group.
+__device__ inline float sum_of_group(float of_lane) {
+  return of_lane + __shfl_xor_sync(kAllLanes, of_lane, kGroupsOfWindow);
 }
 
-__device__ inline float sum_of_groups(const float (&values)[kAtOnce], int lane) {
-  return over_groups(values, lane, [](float a, float b) { return a + b; });
+// The lane's group of a set. One of the two lanes writes of it.
+__device__ inline int group_of_lane(int tile, int set, int lane) {
+  return (tile * kSets + set) * kGroupsOfSet + lane / kLanesOfWindow * kGroupsOfWindow +
+         lane % kGroupsOfWindow;
 }
-
-// The group whose value that is, where the pieces begin with `first`. Two lanes have each, and one
-// of them writes it.
-__device__ inline int group_of_lane(int tile, int first, int lane) {
-  return tile * kGroupsOfTile + (first + lane % kAtOnce) * (kWarp / kPieces) + lane / kPieces;
-}
-__device__ inline bool lane_writes(int lane) { return lane % kPieces < kAtOnce; }
+__device__ inline bool lane_writes(int lane) { return lane % kLanesOfWindow < kGroupsOfWindow; }
 
 __device__ inline float moment_of_one(float y, float base, float scale) {
   const float z = z_of(y, base, scale);
   return z < -126.0f ? 0.0f : ex2_approx(z) * z;
 }
 
-// Of weights from a set's base on, what they are from a group's own maximum on: a factor, and by
-// how much z is less.
-struct Rebased {
-  float factor, z;
-};
-
 // Below it differences that fp32 does not hold have exponents that count.
 constexpr float kLeastScale = 1e-30f;
 
-// Exponents of a set's weights at one temperature. They start from the largest token of the whole
-// set: a group far below it has weights that are nothing to the row either, unless a list takes
-// that token away (`repair_listed`). Equals of the largest weigh 1, so that rows of equals add up
-// to whole numbers.
+// Exponents of weights at one temperature, from a base. Its equals weigh 1, so that rows of equals
+// add up to whole numbers.
 struct Exponents {
   float base, scale;
 
   __device__ bool wide() const { return scale < kLeastScale; }
   __device__ float narrow_z(float x) const { return (x - base) * scale; }
   __device__ float z(float x) const { return wide() ? z_of(x, base, scale) : narrow_z(x); }
-  template <bool kWide = true>
-  __device__ Rebased rebased(float maximum) const {
-    const float of_maximum = maximum == kNegInf ? 0.0f : kWide ? z(maximum) : narrow_z(maximum);
-    return {ex2_approx(fminf(-of_maximum, 126.0f)), of_maximum};
-  }
 };
 
-// The sum of 2**exponent_of(logit) over a set's tokens of the group that is the lane's.
+// The sum of 2**exponent_of(logit) over the lane's group of a set.
 template <class Logits, class ExponentOf>
-__device__ inline float sum_of_powers(const Set<Logits>& set, int lane, ExponentOf exponent_of) {
-  float parts[kAtOnce];
+__device__ inline float sum_of_powers(const Set<Logits>& set, ExponentOf exponent_of) {
+  constexpr int kSums = 4;
+  float sums[kSums] = {};
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     float x[kPiece];
     Logits::unpack(set.packs[i].words, x);
-    float sums[2];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
       const float weight = ex2_approx(exponent_of(x[j]));
-      sums[j % 2] = j < 2 ? weight : sums[j % 2] + weight;
+      sums[j % kSums] = i == 0 && j < kSums ? weight : sums[j % kSums] + weight;
     }
-    parts[i] = sums[0] + sums[1];
   }
-  return sum_of_groups(parts, lane);
+  return sum_of_group((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// The sum of a set's weights, from its base on, of the group that is the lane's. NaN where a logit
-// of the group is NaN or +inf. kWide: whether exponents may be wide.
+// The sum of a group's weights. NaN where one of its logits is NaN or +inf. kWide: whether
+// exponents may be wide.
 template <bool kWide, class Logits>
-__device__ inline float set_weights(const Set<Logits>& set, const Exponents& exponents, int lane) {
-  return sum_of_powers(set, lane,
+__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents) {
+  return sum_of_powers(set,
                        [&](float x) { return kWide ? exponents.z(x) : exponents.narrow_z(x); });
 }
 
-// The same from the group's own maximum on.
-template <bool kWide, class Logits>
-__device__ inline float group_sum(const Set<Logits>& set, const Exponents& exponents, float maximum,
-                                  int lane) {
-  return set_weights<kWide>(set, exponents, lane) *
-         exponents.template rebased<kWide>(maximum).factor;
-}
-
-// The sum of weight * z, likewise.
+// The sum of weight * z.
 template <class Logits>
-__device__ inline float set_moments(const Set<Logits>& set, const Exponents& exponents, int lane) {
-  float parts[kAtOnce];
+__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents) {
+  float moment = 0.0f;
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     float x[kPiece];
     Logits::unpack(set.packs[i].words, x);
-    parts[i] = 0.0f;
+    float of_piece = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
       const float z = exponents.z(x[j]);
-      parts[i] += z < -126.0f ? 0.0f : ex2_approx(z) * z;
+      of_piece += z < -126.0f ? 0.0f : ex2_approx(z) * z;
+    }
+    moment += of_piece;
+  }
+  return sum_of_group(moment);
+}
+
+// The largest logit of the lane's group of a set. NaN counts with kNan, else only where one of the
+// lanes has nothing else.
+template <bool kNan, class Logits>
+__device__ inline float group_maximum(const Set<Logits>& set) {
+  constexpr int kWords = 4 * Logits::kVectors;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = set.packs[0].words[i];
+#pragma unroll
+    for (int j = 1; j < kAtOnce; ++j) {
+      words[i] = Logits::template larger<kNan>(words[i], set.packs[j].words[i]);
     }
   }
-  return sum_of_groups(parts, lane);
-}
-
-template <class Logits>
-__device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents,
-                                     float maximum, float sum, int lane) {
-  const Rebased rebased = exponents.rebased(maximum);
-  return set_moments(set, exponents, lane) * rebased.factor - rebased.z * sum;
-}
-
-// From each lane's largest token.
-__device__ inline float largest_of_set(float largest) {
-  return from_key(__reduce_max_sync(kAllLanes, key_of(largest + 0.0f)));
-}
-
-__device__ inline float largest_in(const float (&values)[kAtOnce]) {
-  return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
-}
-
-__device__ inline float max_of_groups(const float (&values)[kAtOnce], int lane) {
-  return over_groups(values, lane, [](float a, float b) { return fmaxf(a, b); }) + 0.0f;
+#pragma unroll
+  for (int half = kWords / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      words[i] = Logits::template larger<kNan>(words[i], words[i + half]);
+    }
+  }
+  const float largest = Logits::template largest<kNan>(words[0]);
+  const float of_other = __shfl_xor_sync(kAllLanes, largest, kGroupsOfWindow);
+  return max_f32<kNan>(largest, of_other) + 0.0f;
 }
 
 // Raw weights, at temperature 1, of which none is cut, take one instruction for an exponent. Those
-// of a set start from its largest token, but from no lower logit than kLeastStart: so the sums of a
-// row whose largest is below kFarLogit are not to be used, and its groups are repaired; and so are
-// those of a set that has a larger one than kMostStart.
+// of a group start from its largest token, but from no lower logit than kLeastStart: so the sums of
+// a row whose largest is below kFarLogit are not to be used, and its groups are repaired; and so
+// are groups with a larger one than kMostStart.
 constexpr float kLeastStart = -1e6f, kFarLogit = -5e5f, kMostStart = 5e8f;
 
-// The sum of a set's raw weights, of the group that is the lane's, from that group's maximum on.
-// NaN where a logit of the group is NaN or +inf, or the set's largest is NaN or above kMostStart.
+// The sum of a group's raw weights, from its maximum on. NaN where one of its logits is NaN or
+// +inf, or that one is NaN or above kMostStart.
 template <class Logits>
-__device__ inline float raw_group_sum(const Set<Logits>& set, float largest_of_set, float maximum,
-                                      int lane) {
-  const float start = fmaxf(largest_of_set, kLeastStart) * -kLog2E;
+__device__ inline float raw_group_sum(const Set<Logits>& set, float maximum) {
+  const float start = fmaxf(maximum, kLeastStart) * -kLog2E;
   const auto exponent_of = [&](float x) { return __fmaf_rn(x, kLog2E, start); };
+  // The maximum's own exponent is what rounding has left.
   const float factor = ex2_approx(fminf(-exponent_of(maximum), 126.0f));
-  const float sum = sum_of_powers(set, lane, exponent_of) * factor;
-  // The largest is NaN where a lane has nothing else.
-  return largest_of_set <= kMostStart ? sum : nan_f32();
+  const float sum = sum_of_powers(set, exponent_of) * factor;
+  return maximum <= kMostStart ? sum : nan_f32();
 }
 
 // The largest of the maxima that a lane has seen, and its group: the first one.
@@ -286,22 +254,17 @@ struct Best {
 template <bool kAll, class Logits>
 __device__ inline void stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
                                   Set<Logits>& set, const Statistics& at, Best& best) {
-  float maxima[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float largest = largest_of_set(largest_in(maxima));
-  const float maximum = max_of_groups(maxima, lane);
-  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const float maximum = group_maximum<false>(set);
+  const int group = group_of_lane(tile, number, lane);
   const bool writes = lane_writes(lane);
   renew_all(set);
-  const Exponents exponents = {finite_or_zero(largest), wishes.own ? scale : kLog2E};
-  const float sum = wishes.own ? group_sum<kAll>(set, exponents, maximum, lane)
-                               : raw_group_sum(set, largest, maximum, lane);
+  const Exponents exponents = {finite_or_zero(maximum), wishes.own ? scale : kLog2E};
+  const float sum = wishes.own ? group_sum<kAll>(set, exponents) : raw_group_sum(set, maximum);
   bool repairs = sum != sum;
   if (writes) at.sums[group] = sum;
   if (wishes.both) {
     renew_all(set);
-    const float raw_sum = raw_group_sum(set, largest, maximum, lane);
+    const float raw_sum = raw_group_sum(set, maximum);
     repairs = repairs || raw_sum != raw_sum;
     if (writes) at.raw_sums[group] = raw_sum;
   }
@@ -310,7 +273,7 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
   best.see(left, group);
   if (kAll && wishes.mean) {
     renew_all(set);
-    const float moment = group_moment(set, exponents, maximum, sum, lane);
+    const float moment = group_moment(set, exponents);
     if (writes) at.moments[group] = moment;
   }
 }
@@ -319,14 +282,9 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
 template <class Logits>
 __device__ inline void stream_maxima(int tile, int number, int lane, const Set<Logits>& set,
                                      const Statistics& at, Best& best) {
-  float maxima[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const float largest = Logits::template largest<true>(set.packs[i].words);
-    maxima[i] = largest != largest ? kInf : largest;
-  }
-  const float maximum = max_of_groups(maxima, lane);
-  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const float largest = group_maximum<true>(set);
+  const float maximum = largest != largest ? kInf : largest;
+  const int group = group_of_lane(tile, number, lane);
   if (lane_writes(lane)) at.maxima[group] = maximum;
   best.see(maximum, group);
 }
@@ -400,8 +358,15 @@ __device__ inline Best stream_tiles(const Source& source, const Wishes wishes, f
   return best;
 }
 
-// Of a tile a bit a token, lane i's two words those of group i.
+// Of a tile a bit a token: two words a group, of which the first has pieces 0, 2, 4 and 6, a byte
+// each, the second one the others; so each has what one lane has of a set.
 using TileBits = uint32_t[2 * kWarp];
+
+// The token of such a bit, by its number.
+__device__ inline int token_of_bit(int tile, int number) {
+  const int piece = number % 32 / kPiece * 2 + number / 32 % 2;
+  return piece_first(tile * kGroupsOfTile + number / kGroup, piece) + number % kPiece;
+}
 
 // What a warp keeps of the tiles that it works on, in the block's shared memory.
 struct CheckedWarp {
@@ -409,7 +374,7 @@ struct CheckedWarp {
   // Of the tile that is next, its tokens that masks allow and that were seen before, numbered in
   // the order of the lanes that have their groups: each lane's first number, and how many they are.
   int32_t first[kWarp + 1];
-  int32_t seen[kWarp];   // 32 of them: their places in the tile
+  int32_t seen[kWarp];   // 32 of them: their numbers among the tile's bits
   float2 values[kWarp];  // their logits, sanitised, and y
   TileBits in_output;
   Penalties penalties;
@@ -418,38 +383,59 @@ struct CheckedWarp {
 // The calling warp's.
 __device__ inline CheckedWarp& the_checked_warp();
 
-// The words of the bitmaps for a group, as they lie in memory; where there is nothing to look at,
-// what changes nothing. masks: the one that there is.
+// A lane's words of the bitmaps: as they lie in memory, two neighbours; then its group's, as in
+// TileBits. Where there is nothing to look at, what changes nothing. masks: the one that there is.
 struct GroupWords {
   uint32_t masks[2], prompt[2], output[2];
 };
 
-__device__ inline int words_of(const Row& row) { return (row.vocab + 31) / 32; }
+// Of a window's four words two lanes have two each. Each gets those of its group.
+__device__ inline void gather_words(uint32_t (&words)[2], int lane) {
+  // Bytes of a group of the two words: its pieces with even numbers, then the others.
+  const auto of_group = [&](int group) {
+    return __byte_perm(words[0], words[1], group == 0 ? 0x6240 : 0x7351);
+  };
+  const int group = lane % kGroupsOfWindow;
+  const uint32_t kept = of_group(group);
+  const uint32_t other = __shfl_xor_sync(kAllLanes, of_group(group ^ 1), 1);
+  const uint32_t first = group == 0 ? kept : other, second = group == 0 ? other : kept;
+  words[0] = __byte_perm(first, second, 0x5410);
+  words[1] = __byte_perm(first, second, 0x7632);
+}
 
-__device__ inline GroupWords load_group_words(const Row& row, int group) {
+__device__ inline void gather_words(const Row& row, GroupWords& words, int lane) {
+  if (row.masked()) gather_words(words.masks, lane);
+  if ((row.checks & kCheckPenalties) != 0) {
+    gather_words(words.prompt, lane);
+    gather_words(words.output, lane);
+  }
+}
+
+// As they lie in memory, a tile's by a warp.
+__device__ inline GroupWords load_group_words(const Row& row, int tile, int lane) {
   GroupWords words = {{~0u, ~0u}, {0, 0}, {0, 0}};
-  // Of groups past the row's end the last word, which is not used.
-  const int last = words_of(row) - 1;
-  const int places[2] = {min(2 * group, last), min(2 * group + 1, last)};
-  const auto word = [&](const uint8_t* bitmap, int i) {
-    return reinterpret_cast<const uint32_t*>(bitmap)[places[i]];
+  // Behind the row's end there is nothing.
+  const int first = (tile * kGroupsOfTile + lane) * 2, end = (row.vocab + 31) / 32;
+  const auto load = [&](const uint8_t* bitmap, uint32_t (&loaded)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      loaded[i] =
+          first + i < end ? reinterpret_cast<const uint32_t*>(bitmap)[first + i] : uint32_t{0};
+    }
   };
   const int checks = row.checks;
   if (row.masked()) {
-    const uint8_t* mask = (checks & kCheckGrammar) != 0 ? row.grammar : row.allowed;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) words.masks[i] = word(mask, i);
+    load((checks & kCheckGrammar) != 0 ? row.grammar : row.allowed, words.masks);
     if ((checks & kCheckGrammar) != 0 && (checks & kCheckAllowed) != 0) {
+      uint32_t allowed[2];
+      load(row.allowed, allowed);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) words.masks[i] &= word(row.allowed, i);
+      for (int i = 0; i < 2; ++i) words.masks[i] &= allowed[i];
     }
   }
   if ((checks & kCheckPenalties) != 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      words.prompt[i] = word(row.prompt, i);
-      words.output[i] = word(row.output, i);
-    }
+    load(row.prompt, words.prompt);
+    load(row.output, words.output);
   }
   return words;
 }
@@ -458,12 +444,9 @@ __device__ inline GroupWords load_group_words(const Row& row, int group) {
 struct SeenBits {
   uint32_t left[2];
 
-  __device__ SeenBits(const Row& row, const GroupWords& words, int group) {
+  __device__ explicit SeenBits(const GroupWords& words) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      left[i] = words.masks[i] & (words.prompt[i] | words.output[i]);
-      if (2 * group + i >= words_of(row)) left[i] = 0;
-    }
+    for (int i = 0; i < 2; ++i) left[i] = words.masks[i] & (words.prompt[i] | words.output[i]);
   }
 };
 
@@ -496,9 +479,11 @@ __device__ inline SeenToken<Logits> load_seen(const Row& row, const CheckedWarp&
                                               int number, int lane) {
   SeenToken<Logits> token = {0, -1};
   if (lane < number) {
-    const int place = memory.seen[lane], id = tile * kTile + place;
+    const int number_of_bit = memory.seen[lane], id = token_of_bit(tile, number_of_bit);
     token.logit = load_bits<Logits>(row, id);
-    if ((memory.in_output[place / 32] >> place % 32 & 1) != 0) token.in_output = row.counts[id];
+    if ((memory.in_output[number_of_bit / 32] >> number_of_bit % 32 & 1) != 0) {
+      token.in_output = row.counts[id];
+    }
   }
   return token;
 }
@@ -513,8 +498,9 @@ __device__ inline void keep_penalties(const Row& row, CheckedWarp& memory, int l
 // tokens and asks for the first ones. half: the only one whose seen tokens count, or -1.
 template <class Logits>
 __device__ inline SeenToken<Logits> begin_tile(const Row& row, CheckedWarp& memory,
-                                               const GroupWords& words, int tile, int half,
-                                               int lane, TileBits& clear) {
+                                               GroupWords words, int tile, int half, int lane,
+                                               TileBits& clear) {
+  gather_words(row, words, lane);
   __syncwarp();  // All lanes are done with what is overwritten.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -525,8 +511,8 @@ __device__ inline SeenToken<Logits> begin_tile(const Row& row, CheckedWarp& memo
     __syncwarp();
     return {0, -1};
   }
-  SeenBits bits(row, words, tile * kGroupsOfTile + lane);
-  if (half >= 0 && lane / (kWarp / kSets) != half) bits.left[0] = bits.left[1] = 0;
+  SeenBits bits(words);
+  if (half >= 0 && lane / kGroupsOfSet != half) bits.left[0] = bits.left[1] = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) memory.in_output[2 * lane + i] = words.output[i];
   const int count = __popc(bits.left[0]) + __popc(bits.left[1]);
@@ -586,8 +572,9 @@ __device__ inline Seen weigh_seen(const Row& row, const Wishes& wishes, float sc
   add_seen(wishes, scale, memory, token, 0, lane, seen);
   if (total > kWarp) {
     // The others, 32 at a time. Which were listed was not kept, so the first ones are once more.
-    const int group = tile * kGroupsOfTile + lane;
-    SeenBits bits(row, load_group_words(row, group), group);
+    GroupWords words = load_group_words(row, tile, lane);
+    gather_words(row, words, lane);
+    SeenBits bits(words);
     int next = memory.first[lane];
     if (memory.first[lane + 1] == next) bits.left[0] = bits.left[1] = 0;
     list_seen(memory, bits, 0, lane, next);
@@ -603,11 +590,7 @@ __device__ inline Seen weigh_seen(const Row& row, const Wishes& wishes, float sc
 
 // A lane's tokens of a set a bit each: byte i has piece i.
 __device__ inline uint32_t bits_of_set(const TileBits& of_tile, int number, int lane) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(of_tile) + number * kAtOnce * kWarp + lane;
-  uint32_t bits = 0;
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) bits |= static_cast<uint32_t>(bytes[i * kWarp]) << (8 * i);
-  return bits;
+  return of_tile[2 * group_of_lane(0, number, lane) + lane % kLanesOfWindow / kGroupsOfWindow];
 }
 
 // Makes -inf of the tokens that are not kept.
@@ -641,13 +624,10 @@ struct RawGroup {
 template <class Logits>
 __device__ inline RawGroup stream_raw(int tile, int number, int lane, Set<Logits>& set,
                                       const Statistics& at) {
-  const int group = group_of_lane(tile, number * kAtOnce, lane);
-  float maxima[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-  const float maximum = max_of_groups(maxima, lane);
+  const int group = group_of_lane(tile, number, lane);
+  const float maximum = group_maximum<false>(set);
   renew_all(set);
-  const float sum = raw_group_sum(set, largest_of_set(largest_in(maxima)), maximum, lane);
+  const float sum = raw_group_sum(set, maximum);
   renew_all(set);
   if (lane_writes(lane)) {
     at.raw_maxima[group] = maximum;
@@ -662,7 +642,7 @@ template <bool kAll, class Logits>
 __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, int tile, int number,
                                 int lane, const RawGroup& raw, Set<Logits>& set, const Seen& seen,
                                 const TileBits& clear, const Statistics& at, Best& best) {
-  const int group = group_of_lane(tile, number * kAtOnce, lane);
+  const int group = group_of_lane(tile, number, lane);
   const bool writes = lane_writes(lane);
   const auto of_group = [&](float value) { return __shfl_sync(kAllLanes, value, group % kWarp); };
   const float raw_of_seen = of_group(seen.raw_maximum), seen_maximum = of_group(seen.maximum);
@@ -673,10 +653,7 @@ __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, i
     const uint32_t bits = bits_of_set(clear, number, lane);
     if (__any_sync(kAllLanes, ~bits != 0) != 0) {
       ban(set, bits);
-      float maxima[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) maxima[i] = Logits::largest(set.packs[i].words);
-      maximum = max_of_groups(maxima, lane);
+      maximum = group_maximum<false>(set);
     }
   }
   maximum = fmaxf(maximum, seen_maximum);
@@ -684,22 +661,19 @@ __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, i
   if (writes) at.maxima[group] = left;
   best.see(left, group);
   if (!wishes.total) return;
-  // Groups that hold +inf are worked out anew. Lists may ban it yet, and the others then count.
-  const float base = finite_or_zero(largest_of_set(maximum < kInf ? maximum : kNegInf));
   renew_all(set);
-  const Exponents exponents = {base, scale};
-  const Rebased rebased = exponents.rebased(maximum);
+  const Exponents exponents = {finite_or_zero(maximum), scale};
   const float z_of_seen = exponents.z(seen_maximum);
   const float of_seen = ex2_approx(z_of_seen), seen_sum = of_group(seen.sum);
-  const float sum = set_weights<kAll>(set, exponents, lane) + seen_sum * of_seen;
-  if (writes) at.sums[group] = sum * rebased.factor;
+  const float sum = group_sum<kAll>(set, exponents) + seen_sum * of_seen;
+  if (writes) at.sums[group] = sum;
   if (kAll && wishes.mean) {
     renew_all(set);
     const float seen_moment = of_group(seen.moment);
     const float moment =
-        set_moments(set, exponents, lane) +
+        group_moment(set, exponents) +
         (z_of_seen < -126.0f ? 0.0f : (seen_moment + seen_sum * z_of_seen) * of_seen);
-    if (writes) at.moments[group] = (moment - rebased.z * sum) * rebased.factor;
+    if (writes) at.moments[group] = moment;
   }
 }
 
@@ -715,7 +689,7 @@ __device__ __noinline__ Best stream_one_set(const Row& row, const Wishes wishes,
   }
   CheckedWarp& memory = the_checked_warp();
   keep_penalties(row, memory, lane);
-  const GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
+  const GroupWords words = load_group_words(row, tile, lane);
   const auto token = begin_tile<Logits>(row, memory, words, tile, number, lane, memory.clear[0]);
   const RawGroup raw = stream_raw(tile, number, lane, loaded, at);
   const Seen seen = weigh_seen<Logits>(row, wishes, row.scale, memory, token, tile, lane);
@@ -731,7 +705,7 @@ __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int 
                                                   int lane, const Statistics& at, Best& best) {
   const Wishes wishes = {kTotal, false, true, true, kTotal, false};
   CheckedWarp& memory = the_checked_warp();
-  GroupWords words = load_group_words(row, tile * kGroupsOfTile + lane);
+  GroupWords words = load_group_words(row, tile, lane);
   Set<Logits> sets[kSets];
 #pragma unroll
   for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(row, tile, i, lane);
@@ -748,7 +722,7 @@ __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int 
     for (int i = 0; i < kSets; ++i) {
       const RawGroup raw = stream_raw(tile, i, lane, sets[i], at);
       if (i == 0) {
-        if (next < end) words = load_group_words(row, next * kGroupsOfTile + lane);
+        if (next < end) words = load_group_words(row, next, lane);
         seen = weigh_seen<Logits>(row, wishes, scale, memory, token, tile, lane);
       } else if (next < end) {
         token = begin_tile<Logits>(row, memory, words, next, -1, lane, memory.clear[turn ^ 1]);

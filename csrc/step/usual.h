@@ -363,7 +363,8 @@ __device__ __noinline__ Outcome finish_usual() {
   int listed = 0;
   if (greedy) {
     // All warps look for it, so that none waits for another when its tokens are on their way.
-    const int token = first_in_group<Logits>(row, first_group, largest, lane, [&] {
+    const int window = first_group / kGroupsOfWindow;
+    const int token = first_in_window<Logits>(row, window, largest, lane, [&] {
       if (raw_later) leave_parts(shared, block, owned, raw_maxima, raw_sums, raw_largest);
     });
     __syncthreads();
@@ -379,24 +380,29 @@ __device__ __noinline__ Outcome finish_usual() {
       bool found = false;
       owned.each([&](int, int group) {
 #pragma unroll 1
-        for (int j = 0; j < 4; ++j) {
-          const int64_t of_group =
-              group_mass(maxima[group + j], sums[group + j], largest, row.scale);
-          if (!found && position < before + of_group) {
-            found = true;
-            shared.drawn_group = {group + j, before, of_group};
+        for (int j = 0; j < 4; j += kGroupsOfWindow) {
+          int64_t of_window = 0;
+#pragma unroll
+          for (int i = 0; i < kGroupsOfWindow; ++i) {
+            of_window += group_mass(maxima[group + j + i], sums[group + j + i], largest, row.scale);
           }
-          before += of_group;
+          if (!found && position < before + of_window) {
+            found = true;
+            shared.drawn_window = {(group + j) / kGroupsOfWindow, before, of_window};
+          }
+          before += of_window;
         }
       });
     }
-    // Beside the search for the group.
+    // Beside the search for the window.
     if (thread == kThreads - 1 && wishes.raw) shared.raw_log = log_of_parts(shared);
     __syncthreads();
     const Kept all = {largest, kNegInf, row.vocab};
     if (block.warp() == 0) {
-      const DrawnGroup& group = shared.drawn_group;
-      const Drawn drawn = draw_in_group<Logits>(task, all, total, group, maxima[group.group], lane);
+      const DrawnWindow& window = shared.drawn_window;
+      const int group = window.window * kGroupsOfWindow;
+      const float base = fmaxf(maxima[group], maxima[group + 1]);
+      const Drawn drawn = draw_in_window<Logits>(task, all, total, window, base, lane);
       selection = {true, drawn, all, total, 0};
     }
   } else {
@@ -477,8 +483,10 @@ __device__ __noinline__ Outcome finish_usual() {
     const bool many =
         top_k == 0 && groups > kManyGroups && row.plain() && is_in_whole_pieces<Logits>(row);
     if (in_list) {
+      const uint32_t all = reaching;
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
-        shared.group_list[place] = owned.first + __ffs(static_cast<int>(reaching)) - 1;
+        const int number = __ffs(static_cast<int>(reaching)) - 1;
+        shared.group_list[place] = ListedGroup::of(all, number, owned.first);
       }
       __syncthreads();
       if (many) return finish_many<Logits>(groups, bound, top_p, total);

@@ -12,7 +12,7 @@ __device__ inline void for_each_token(Shared& shared, Block& block, Use use) {
   for (int group = block.thread(); group < task.groups; group += kThreads) {
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int first = group * kGroup + piece * kPiece;
+      const int first = piece_first(group, piece);
       if (first >= task.row.vocab) break;
       float y[kPiece];
       piece_y<Logits>(task.row, first, y);
@@ -95,10 +95,10 @@ __device__ __noinline__ RowSums survey_tokens(int first, int step, int* count) {
       sums.mass += mass;
       if (survey.by_group) {
 #pragma unroll
-        for (int part = 1; part < kPieces; part *= 2) {
+        for (int part = kGroupsOfWindow; part < kWindow / kPiece; part *= 2) {
           mass += __shfl_xor_sync(kAllLanes, static_cast<long long>(mass), part);
         }
-        if (lane % kPieces == 0) task.masses[piece / kPieces] = mass;
+        if (lane % (kWindow / kPiece) < kGroupsOfWindow) task.masses[group_of(first_token)] = mass;
       }
     }
     if (__any_sync(kAllLanes, listed != 0) == 0) continue;
