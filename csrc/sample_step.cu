@@ -101,6 +101,9 @@ __device__ __forceinline__ void step(const StepArguments& a,
   Shared& shared = the_shared();
   grid_dependency_wait();
   grid_dependency_launch();
+  if (a.late_cycles > 0 && static_cast<int>(blockIdx.x) / a.late_blocks == 1) {
+    wait_cycles(a.late_cycles);
+  }
   const auto blocks = static_cast<unsigned>(a.blocks_of_row);
   const int index = static_cast<int>(blockIdx.x / blocks);
   const unsigned part = blockIdx.x % blocks;
@@ -326,10 +329,24 @@ struct Plan {
   int blocks_of_row;
   bool in_shared;  // the blocks of a row are a cluster, whose first one's memory has the statistics
   size_t bytes;    // of shared memory
+  int late_cycles, late_blocks;
 };
 
+// More rows than blocks fit at once come in waves, in which a multiprocessor's two blocks would
+// read together and then finish together, with nothing being read. So every second one begins
+// later, by about half of what a row takes: the time in which a multiprocessor reads it by its
+// share of the memory, 16 bytes a cycle. It does not pay for few bytes, nor, unless these are many,
+// where the rows' waves are two and both full.
+inline int cycles_late(int rows, int at_once, int64_t row_bytes) {
+  constexpr int64_t kFewBytes = 128000, kManyBytes = 384000;
+  const bool two_full = rows > at_once * 7 / 4 && rows <= 2 * at_once;
+  if (rows <= at_once || row_bytes < kFewBytes || (two_full && row_bytes < kManyBytes)) return 0;
+  return static_cast<int>(std::min<int64_t>(row_bytes / 16, 1 << 16));
+}
+
 template <class Kernel>
-cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* plan) {
+cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, int64_t bytes_of_logit,
+                      Plan* plan) {
   const int tiles = tiles_of(layout.vocab_size);
   const int most_blocks = ceil_div(tiles, kWarps);
   int device = 0, major = 0;
@@ -343,7 +360,7 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
   error = allow_dynamic_shared(kernel, static_cast<int>(bytes));
   if (error != cudaSuccess) return error;
   *plan = {static_cast<int>(std::min<int64_t>((kTargetBlocks + rows - 1) / rows, most_blocks)),
-           false, bytes};
+           false, bytes, 0, 1};
   if (groups > kSharedGroups) return cudaSuccess;
   const int blocks = blocks_of_cluster(rows, most_blocks);
   // Without clusters, or where the device has no place for one, a row's blocks take tickets.
@@ -354,7 +371,12 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, Plan* 
       return cudaSuccess;
     }
   }
-  *plan = {blocks, true, bytes};
+  *plan = {blocks, true, bytes, 0, 1};
+  if (blocks > 1) return cudaSuccess;
+  error = cudaDeviceGetAttribute(&plan->late_blocks, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  plan->late_cycles = cycles_late(rows, kBlocksOfMultiprocessor * plan->late_blocks,
+                                  layout.vocab_size * bytes_of_logit);
   return cudaSuccess;
 }
 
@@ -364,11 +386,16 @@ cudaError_t launch_sample_step(const StepArguments& arguments, const float* grou
                                bool programmatic, cudaStream_t stream) {
   const auto launch = [&](auto* kernel, auto... more) {
     Plan plan;
-    const cudaError_t error = make_plan(kernel, arguments.layout, arguments.rows, &plan);
+    const int64_t bytes_of_logit = arguments.logits_type == LogitsType::kFloat32 ? 4 : 2;
+    const cudaError_t error =
+        make_plan(kernel, arguments.layout, arguments.rows, bytes_of_logit, &plan);
     if (error != cudaSuccess) return error;
     StepArguments chosen = arguments;
     chosen.blocks_of_row = plan.blocks_of_row;
     chosen.in_shared = plan.in_shared;
+    // With statistics there is nothing to read, as a rule.
+    chosen.late_cycles = group_stats == nullptr ? plan.late_cycles : 0;
+    chosen.late_blocks = plan.late_blocks;
     // Blocks of a row lie side by side, so that rows are through one after the other.
     const dim3 grid(static_cast<unsigned>(int64_t{arguments.rows} * plan.blocks_of_row));
     return launch_kernel(kernel, grid, kThreads, plan.bytes, stream, programmatic,

@@ -29,8 +29,12 @@ constexpr int kMostScoringBlocks = 512;
 constexpr int kScoringStatistics = 3;
 // In the flags of a record that is not written yet.
 constexpr int32_t kLeft = -1;
-// Groups of best tokens that a warp reads at a time.
-constexpr int kGroupsAtOnce = 4;
+// Groups of best tokens that a warp reads at a time, and parts of a sum that it works out at a
+// time: as many as its registers take.
+template <class Logits>
+constexpr int kGroupsAtOnce = Logits::kVectors == 1 ? 8 : 4;
+template <class Logits>
+constexpr int kPartsAtOnce = Logits::kVectors == 1 ? 4 : 1;
 
 __device__ inline void store_position(int32_t* out, float largest, double log, float logprob,
                                       int rank, float entropy, int flags) {
@@ -256,12 +260,13 @@ __device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source
   __syncwarp();
   uint64_t* orders = relay.orders[warp];
   int count = 0;
+  constexpr int kAtATime = kGroupsAtOnce<Logits>;
 #pragma unroll 1
-  for (int i = 0; i < listed; i += kGroupsAtOnce) {
-    float x[kGroupsAtOnce][2];
-    int ids[kGroupsAtOnce];
+  for (int i = 0; i < listed; i += kAtATime) {
+    float x[kAtATime][2];
+    int ids[kAtATime];
 #pragma unroll
-    for (int j = 0; j < kGroupsAtOnce; ++j) {
+    for (int j = 0; j < kAtATime; ++j) {
       ids[j] = token_of_group(group_list[min(i + j, listed - 1)], 2 * lane);
       x[j][0] = x[j][1] = kNegInf;
       if (i + j < listed && ids[j] < source.vocab) {
@@ -269,7 +274,7 @@ __device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source
       }
     }
 #pragma unroll
-    for (int j = 0; j < kGroupsAtOnce; ++j) {
+    for (int j = 0; j < kAtATime; ++j) {
 #pragma unroll
       for (int of_pair = 0; of_pair < 2; ++of_pair) {
         const float value = sanitised(x[j][of_pair]);
@@ -329,18 +334,8 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
     leave();
     return;
   }
-  // Each warp's part, and in it each lane's, as if all of them were there.
-  const Exponents exponents = {largest, kLog2E};
-  float parts[kWarps];
-#pragma unroll
-  for (int of = 0; of < kWarps; ++of) {
-    parts[of] = weight_of_owned(Owned(groups, of * kWarp + lane), maxima, sums, exponents);
-  }
-#pragma unroll
-  for (int of = 0; of < kWarps; ++of) parts[of] = sum_of_lanes(parts[of]);
-  float sum = 0.0f;
-#pragma unroll
-  for (int of = 0; of < kWarps; ++of) sum += parts[of];
+  const float sum =
+      weight_by_warp<kPartsAtOnce<Logits>>(groups, maxima, sums, {largest, kLog2E}, lane);
   const Normaliser normaliser = {false, largest, log_of_sum(sum), {}, 0.0};
   if (layout.max_logprobs > 0 &&
       !top_by_warp<Logits>(a, source, out, maxima, groups, mine, normaliser, warp, lane)) {
@@ -420,6 +415,15 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
     relay.tiles = groups / kGroupsOfTile;
   }
   constexpr Wishes kRaw = {false, false, true, false, false, false};
+  // The first row, if it has logits, is asked for before the others are known.
+  const int first_position = position_in_round(a, 0);
+  const int64_t early = first_position >= 0 ? a.rows[first_position] : -1;
+  Set<Logits> sets[kSets] = {};
+  if (early >= 0) {
+    const Source source = source_of(a, early);
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, warp, i, lane);
+  }
   // What a warp knows of rows lies in shared memory: its registers are for logits, and other memory
   // answers as late as these do.
   for (int first = 0; int64_t{first} * gridDim.x < a.positions; first += kTurns) {
@@ -433,8 +437,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
     // The warps take tiles in turns, from one row to the next.
     int tile = warp;
     Source source = source_of(a, relay.count > 0 ? relay.turns[0].row : 0);
-    Set<Logits> sets[kSets] = {};
-    if (relay.count > 0) {
+    if (relay.count > 0 && (first > 0 || relay.turns[0].row != early)) {
 #pragma unroll
       for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
     }

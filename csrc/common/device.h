@@ -162,6 +162,14 @@ __device__ __forceinline__ void prefetch([[maybe_unused]] const void* place) {
 #endif
 }
 
+// Waits for so many cycles of the multiprocessor, or a little longer.
+__device__ __forceinline__ void wait_cycles([[maybe_unused]] int cycles) {
+#ifdef __CUDACC__
+  const long long begin = clock64();
+  while (clock64() - begin < cycles) __nanosleep(100);
+#endif
+}
+
 // What other blocks have left in global memory, or this one in shared memory: no older copy of it.
 __device__ __forceinline__ float load_now(const float* place) {
 #ifdef __CUDACC__
