@@ -76,8 +76,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Whole windows of tokens, which `store_group_stats` wants. Up to 110 KB of loads ahead leave room for
-# a second tile, which loads while the first one ends.
+# Whole windows of tokens, which `store_group_stats` wants. Up to 110 KB of loads ahead leave room
+# for a second tile, which loads while the first one ends.
 TILES = (
     Tile(16, 128, 64, 4, 5),
     Tile(16, 128, 128, 4, 3),
