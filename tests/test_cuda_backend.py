@@ -539,6 +539,36 @@ def test_clusters_change_no_bit(pair: BackendDevice, dtype: torch.dtype) -> None
     assert torch.equal(*records)
 
 
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 32_000), (torch.bfloat16, 70_001)])
+def test_more_rows_than_blocks_at_once(pair: BackendDevice, dtype: torch.dtype, vocab: int) -> None:
+    """Of rows that come in waves, where every second block begins later, those a few at a time."""
+    rows = 2 * multiprocessors(pair) + 7
+    kinds = rows_of_every_kind(12, vocab, dtype).to(pair.device)
+    logits = kinds[torch.arange(rows, device=pair.device) % 12]
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 0},
+        {"top_k": 50, "top_p": 0.95, "logprobs": 2},
+        {"top_p": 0.9, "temperature": 0.8},
+        {"presence_penalty": 1.3, "min_p": 0.1},
+        {},
+    ]
+    records = []
+    for at_once in (rows, 5):
+        table = RequestTable(rows, vocab, device=pair.device, max_logprobs=2, seed=0)
+        for i in range(rows):
+            table.admit(SamplingParams(seed=i, **asked[i % len(asked)]), [1, 2, 9])
+        sampler = Sampler(table, pair.backend)
+        parts = []
+        for _ in range(2):
+            for first in range(0, rows, at_once):
+                some = slice(first, first + at_once)
+                sampler(logits[some], torch.arange(rows, dtype=torch.int32)[some])
+                number = min(at_once, rows - first)
+                parts.append(sampler._step.output.record[:number].clone())
+        records.append(torch.cat(parts))
+    assert torch.equal(*records)
+
+
 def test_blocks_of_a_cluster_share_flat_rows(pair: BackendDevice) -> None:
     """A second pass by 5 blocks of a cluster, and by the one block that takes the last ticket: the
     same records. Rows that need it lie beside others that do not."""

@@ -427,18 +427,25 @@ __device__ inline Drawn draw_in_window(const Task& task, const Kept& kept, int64
   const int64_t position = position_of(task.word, total);
   const double highest = static_cast<double>(base);
   const double scale = load_f64(row.params + kParamWideScale);
-  int64_t masses[kEach], mine = 0;
+  const int first = drawn.window * kWindow + kEach * lane;
   float y[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int token = drawn.window * kWindow + kEach * lane + i;
-    masses[i] = 0;
-    y[i] = kNegInf;
-    if (token < row.vocab) {
-      y[i] = load_logit<Logits>(row, token);
-      if (!row.plain()) y[i] = special_or(row, processed(row, y[i], token), token);
-      if (kept.holds(y[i], token)) masses[i] = mass_of_y(y[i], highest, scale);
+    y[i] = first + i < row.vocab ? load_logit<Logits>(row, first + i) : kNegInf;
+  }
+  if (!row.plain()) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int token = first + i;
+      if (token < row.vocab) y[i] = special_or(row, processed(row, y[i], token), token);
     }
+  }
+  // Without branches: a token's is worked out beside the others'.
+  int64_t masses[kEach], mine = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t mass = mass_of_y(y[i], highest, scale);
+    masses[i] = kept.holds(y[i], first + i) ? mass : 0;
     mine += masses[i];
   }
   const int64_t up_to = sum_up_to_lane(mine, lane);
