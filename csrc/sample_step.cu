@@ -101,7 +101,8 @@ __device__ __forceinline__ void step(const StepArguments& a,
   Shared& shared = the_shared();
   grid_dependency_wait();
   grid_dependency_launch();
-  if (a.late_cycles > 0 && static_cast<int>(blockIdx.x) / a.late_blocks == 1) {
+  if (a.late_cycles > 0 && static_cast<int>(blockIdx.x) / a.late_blocks == 1 &&
+      a.slots[kBlocksOfMultiprocessor * a.late_blocks] >= 0) {
     wait_cycles(a.late_cycles);
   }
   const auto blocks = static_cast<unsigned>(a.blocks_of_row);
@@ -333,10 +334,11 @@ struct Plan {
 };
 
 // More rows than blocks fit at once come in waves, in which a multiprocessor's two blocks would
-// read together and then finish together, with nothing being read. So every second one begins
-// later, by about half of what a row takes: the time in which a multiprocessor reads it by its
-// share of the memory, 16 bytes a cycle. It does not pay for few bytes, nor, unless these are many,
-// where the rows' waves are two and both full.
+// read together and then finish together, with nothing being read. So the second one of the first
+// wave begins later, by about half of what a row takes: the time in which a multiprocessor reads it
+// by its share of the memory, 16 bytes a cycle. It does not pay for few bytes, nor, unless these
+// are many, where the rows' waves are two and both full; nor if what follows the first wave is
+// padding, which the kernel finds out.
 inline int cycles_late(int rows, int at_once, int64_t row_bytes) {
   constexpr int64_t kFewBytes = 128000, kManyBytes = 384000;
   const bool two_full = rows > at_once * 7 / 4 && rows <= 2 * at_once;
@@ -373,10 +375,20 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, int64_
   }
   *plan = {blocks, true, bytes, 0, 1};
   if (blocks > 1) return cudaSuccess;
+  int bytes_of_multiprocessor = 0;
   error = cudaDeviceGetAttribute(&plan->late_blocks, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&bytes_of_multiprocessor,
+                                   cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
   if (error != cudaSuccess) return error;
-  plan->late_cycles = cycles_late(rows, kBlocksOfMultiprocessor * plan->late_blocks,
-                                  layout.vocab_size * bytes_of_logit);
+  // A block takes 1 KB more than it asks for.
+  const bool both_fit =
+      kBlocksOfMultiprocessor * (bytes + 1024) <= static_cast<size_t>(bytes_of_multiprocessor);
+  if (both_fit) {
+    plan->late_cycles = cycles_late(rows, kBlocksOfMultiprocessor * plan->late_blocks,
+                                    layout.vocab_size * bytes_of_logit);
+  }
   return cudaSuccess;
 }
 

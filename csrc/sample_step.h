@@ -18,8 +18,8 @@ struct StepArguments {
   int rows;
   int blocks_of_row;  // the launcher chooses it, and
   bool in_shared;     // whether the row's first block has its statistics in shared memory
-  int late_cycles;    // blocks [late_blocks, 2 * late_blocks) begin later by so many
-  int late_blocks;
+  int late_cycles;    // blocks [late_blocks, 2 * late_blocks) begin later by so many, where a row
+  int late_blocks;    // with a slot follows these
   const int32_t* slots;
   const int32_t* params;
   int32_t* state;

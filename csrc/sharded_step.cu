@@ -6,9 +6,9 @@
 // looks at again where they lie. So all ranks come to the same bits, and nobody tells the others
 // what was drawn.
 //
-// Statistics depend on the sets of tokens that are streamed at a time. Sets that have tokens of
-// several shards are streamed by whoever finishes the row, as part of finishing it. So the bits are
-// those of one device which has all logits, wherever shards begin.
+// Groups are streamed by sets. Sets that have tokens of several shards are streamed by whoever
+// finishes the row, as part of finishing it. So the bits are those of one device which has all
+// logits, wherever shards begin.
 //
 // A rank's memory is read by others until they have finished their rows, so its step does not end
 // before that. Then what was sent has been read too, and the next step may write over it.

@@ -260,9 +260,12 @@ def far_rows(vocab: int) -> dict[str, np.ndarray]:
         "one above all": np.where(np.arange(vocab) == 77, FLT_MAX, -FLT_MAX),
         "nan": np.where(np.arange(vocab) == 3, NAN, usual - 6e5),
         "nan far below": np.where(np.arange(vocab) == 70, NAN, np.round(usual * 4) / 4 - 2e6),
-        # All of what a thread may have of some tokens.
+        # All of what a thread of the cuda backend has of some tokens, and of what a group has.
         "nan apart": np.where(
-            np.arange(vocab) // 8 % 32 == 1, NAN, np.round(usual * 4) / 4 - 999_914
+            np.arange(vocab) // 8 % 4 == 1, NAN, np.round(usual * 4) / 4 - 999_914
+        ),
+        "nan by groups": np.where(
+            np.arange(vocab) // 8 % 2 == 1, NAN, np.round(usual * 4) / 4 - 999_914
         ),
     }
 

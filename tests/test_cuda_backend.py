@@ -463,9 +463,10 @@ def test_more_rows_than_a_grid_has_in_its_second_dimension(pair: BackendDevice) 
     assert (tokens[:-2] == -1).all()
 
 
-def test_more_groups_than_are_kept_close_by(pair: BackendDevice) -> None:
-    """Above 262144 tokens maxima are read where they lie, above 524288 groups listed in parts."""
-    vocab = 600_001
+@pytest.mark.parametrize("vocab", [600_001, 1_300_001], ids=lambda v: f"V{v}")
+def test_more_groups_than_are_kept_close_by(pair: BackendDevice, vocab: int) -> None:
+    """Above 262144 tokens maxima are read where they lie, above 524288 groups are listed in parts,
+    above 1048576 windows drawn from by parts."""
     asked: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},

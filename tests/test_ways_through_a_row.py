@@ -200,7 +200,7 @@ def check_routes(
 
 
 def route_cases(vocab: int = 3000) -> dict[str, tuple[np.ndarray, dict[str, Any], str]]:
-    """name -> logits, parameters, way. 3000 tokens are 47 groups, and more than a list holds."""
+    """name -> logits, parameters, way. 3000 tokens are 48 groups, more than a list holds."""
     rng = np.random.default_rng(0)
     wide, plain, narrow = (rng.normal(0, sigma, vocab) for sigma in (2, 1, 0.3))
     equal, dead = np.full(vocab, 1.5), np.full(vocab, -INF)
@@ -301,7 +301,7 @@ NUCLEI: list[dict[str, Any]] = [
 def test_nuclei_of_hundreds_of_tokens(pair: BackendDevice, dtype: str, kind: str) -> None:
     """As language models' at temperature 1: too many for a short list, by far not all."""
     pair.require_dtype(dtype)
-    vocab = 40_008 if kind == "ragged" else 40_000  # the last group has 8 tokens, or 64
+    vocab = 39_944 if kind == "ragged" else 39_936  # the last group has 8 tokens, or 64
     rng = np.random.default_rng([len(kind), len(dtype)])
     rows = pair.rows(6 * len(NUCLEI), 3)
     checked = CheckedTable(pair, vocab, rows, max_logprobs=5)
@@ -371,7 +371,7 @@ def test_flat_rows_of_later_filters_go_by_a_list(pair: BackendDevice) -> None:
 def test_rows_of_one_tile_more_or_less(pair: BackendDevice) -> None:
     """Around the sizes at which a row's tiles and groups end."""
     tally = Tally()
-    for vocab in (63, 64, 65, 2047, 2048, 2049, 4097):
+    for vocab in (8, 9, 63, 64, 65, 127, 128, 129, 136, 137, 2047, 2048, 2049, 4097):
         rng = np.random.default_rng(vocab)
         checked = CheckedTable(pair, vocab, 4, max_logprobs=3)
         last = {"logit_bias": {vocab - 1: 6.0}}
@@ -427,9 +427,9 @@ def check_touched(
 
 
 def peaks(vocab: int = 300) -> np.ndarray:
-    """A row whose largest logits lie in its first, its second and its last group of 64."""
+    """A row whose largest logits lie in its first window of 128 tokens, its second and its last."""
     row = np.random.default_rng(1).normal(0, 1, vocab).astype(np.float32)
-    row[[10, 100, vocab - 2]] = [9.0, 8.5, 8.0]
+    row[[10, 130, vocab - 2]] = [9.0, 8.5, 8.0]
     return row
 
 
@@ -437,23 +437,25 @@ def test_bias_and_bans_of_the_largest_logits(pair: BackendDevice) -> None:
     touches: list[dict[str, Any]] = [
         {"logit_bias": {5: 20.0}},  # a token of no account becomes the largest
         {"logit_bias": {10: -INF}},
-        {"logit_bias": {10: -30.0, 100: -30.0, 298: -30.0}},
+        {"logit_bias": {10: -30.0, 130: -30.0, 298: -30.0}},
         {"logit_bias": {11: 3.5, 12: 3.5, 13: -INF, 10: -0.5}},  # one group's
-        {"logit_bias": {299: 9.0, 64: 9.0, 63: 9.0}},  # the ends of groups and of the row
+        {"logit_bias": {299: 9.0, 128: 9.0, 127: 9.0}},  # the ends of windows and of the row
         {"logit_bias": {298: FLT_MAX, 10: -FLT_MAX}},
-        {"bad_words_ids": [[10], [100]]},
-        {"bad_words_ids": [[7, 8, 10], [8, 100], [9, 298]]},
-        {"min_tokens": 9, "stop_token_ids": [10, 100]},
+        {"bad_words_ids": [[10], [130]]},
+        {"bad_words_ids": [[7, 8, 10], [8, 130], [9, 298]]},
+        {"min_tokens": 9, "stop_token_ids": [10, 130]},
         {"logit_bias": {10: 2.0}, "bad_words_ids": [[10]], "frequency_penalty": 1.0},
     ]
     check_touched(pair, [peaks()], touches)
 
 
 def test_every_token_of_a_group_is_banned(pair: BackendDevice) -> None:
-    ids = [i for i in range(300) if not 64 <= i < 128 and i not in (10, 298)]
+    by_turns = [i for i in range(300) if not (i < 128 and i // 8 % 2 == 1)]
+    neighbours = [i for i in range(300) if not 64 <= i < 128 and i not in (10, 298)]
     none_left = dict.fromkeys((0, 1, 2, 3), -INF)
     touches: list[dict[str, Any]] = [
-        {"allowed_token_ids": ids},
+        {"allowed_token_ids": by_turns},
+        {"allowed_token_ids": neighbours},
         {"allowed_token_ids": [10], "logit_bias": {10: -INF}},
         {"allowed_token_ids": [0, 1, 2, 3], "logit_bias": none_left},
     ]
@@ -464,7 +466,7 @@ def test_listed_ids_lie_anywhere(pair: BackendDevice) -> None:
     """In the first and the last group, neighbours, ids that several lists name, and 300 biases."""
     vocab = 2051
     rng = np.random.default_rng(7)
-    ends = [1, 2, 63, 64, vocab - 2, vocab - 1]
+    ends = [1, 2, 127, 128, vocab - 2, vocab - 1]
     words = [[i] for i in [*ends[::2], 1, 1]]
     lists: list[dict[str, Any]] = [
         {"logit_bias": dict.fromkeys(ends, 2.0), "bad_words_ids": words},
@@ -585,11 +587,12 @@ def test_grammar_allowed_ids_and_penalties_at_once(pair: BackendDevice, seed: in
     checked.tally.check()
 
 
-# Which tokens of a row of tiles of 2048 and groups of 64 were seen before.
+# Which tokens of a row of tiles of 2048 and groups of 64, neighbours or by turns, were seen before.
 SEEN: dict[str, Callable[[int], Sequence[int]]] = {
     "none": lambda vocab: [],
     "first and last": lambda vocab: [0, vocab - 1, vocab - 2],
-    "a group": lambda vocab: range(128, 192),
+    "neighbours": lambda vocab: range(128, 192),
+    "by turns": lambda vocab: [i for i in range(128, 256) if i // 8 % 2 == 0],
     "a tile and the next token": lambda vocab: range(2048, 4097),
     "every 50th": lambda vocab: range(17, vocab, 50),
 }
@@ -627,7 +630,7 @@ def test_tokens_seen_before_lie_anywhere(
 def test_masks_whose_words_are_all_ones_or_all_zeros(
     pair: BackendDevice, dtype: torch.dtype, penalties: bool
 ) -> None:
-    """For a group, for 1024 tokens and for a tile, beside words of single bits."""
+    """For 64 tokens, a window and a group by turns, 1024 tokens and a tile, beside single bits."""
     vocab = 6152
     rng = np.random.default_rng(4)
     penalty = {"repetition_penalty": 1.5, "presence_penalty": 0.2} if penalties else {}
@@ -635,7 +638,8 @@ def test_masks_whose_words_are_all_ones_or_all_zeros(
     checked = CheckedTable(pair, vocab, 2 * len(filters), max_logprobs=3)
     values = rng.normal(0, 2, (2 * len(filters), vocab))
     mask = np.full((len(values), -(-vocab // 32)), -1, np.int32)
-    mask[:, :2] = 0
+    mask[:, :2] = mask[:, 4:8] = 0
+    mask[:, 8:12] = 0x00FF00FF
     mask[:, 64:96] = 0
     mask[:, 100] = 1 << 7
     mask[:, 101] = np.int32(-(2**31))

@@ -877,9 +877,19 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   // A small Hopper: grids that fill the device stay short.
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? 4
-           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
-                                                            : 0;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = 4;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = 228 * 1024;
+      break;
+    default:
+      *value = 0;
+  }
   return cudaSuccess;
 }
 

@@ -193,8 +193,8 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
   return sum_of_group(moment);
 }
 
-// The largest logit of the lane's group of a set. NaN counts with kNan, else only where one of the
-// lanes has nothing else.
+// The largest logit of the lane's group of a set. NaN counts with kNan, else only where there is
+// nothing else.
 template <bool kNan, class Logits>
 __device__ inline float group_maximum(const Set<Logits>& set) {
   constexpr int kWords = 4 * Logits::kVectors;
