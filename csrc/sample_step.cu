@@ -146,10 +146,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const int whole = tiles_to_load<Logits>(source);
   Set<Logits> sets[kSets] = {};
   const auto load_first = [&] {
-    if (tile < min(end_tile, whole)) {
-#pragma unroll
-      for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
-    }
+    if (tile < min(end_tile, whole)) load_tile(source, tile, lane, sets);
   };
   if (early) load_first();
   if (!has_slot) {
@@ -347,8 +344,9 @@ inline int cycles_late(int rows, int at_once, int64_t row_bytes) {
 }
 
 template <class Kernel>
-cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, int64_t bytes_of_logit,
-                      Plan* plan) {
+cudaError_t make_plan(Kernel kernel, const StepArguments& arguments, Plan* plan) {
+  const TableLayout& layout = arguments.layout;
+  const int rows = arguments.rows;
   const int tiles = tiles_of(layout.vocab_size);
   const int most_blocks = ceil_div(tiles, kWarps);
   int device = 0, major = 0;
@@ -387,7 +385,7 @@ cudaError_t make_plan(Kernel kernel, const TableLayout& layout, int rows, int64_
       kBlocksOfMultiprocessor * (bytes + 1024) <= static_cast<size_t>(bytes_of_multiprocessor);
   if (both_fit) {
     plan->late_cycles = cycles_late(rows, kBlocksOfMultiprocessor * plan->late_blocks,
-                                    layout.vocab_size * bytes_of_logit);
+                                    int64_t{layout.vocab_size} * bytes_of(arguments.logits_type));
   }
   return cudaSuccess;
 }
@@ -398,9 +396,7 @@ cudaError_t launch_sample_step(const StepArguments& arguments, const float* grou
                                bool programmatic, cudaStream_t stream) {
   const auto launch = [&](auto* kernel, auto... more) {
     Plan plan;
-    const int64_t bytes_of_logit = arguments.logits_type == LogitsType::kFloat32 ? 4 : 2;
-    const cudaError_t error =
-        make_plan(kernel, arguments.layout, arguments.rows, bytes_of_logit, &plan);
+    const cudaError_t error = make_plan(kernel, arguments, &plan);
     if (error != cudaSuccess) return error;
     StepArguments chosen = arguments;
     chosen.blocks_of_row = plan.blocks_of_row;

@@ -120,8 +120,8 @@ __device__ inline void store_padding(const TableLayout& layout, int32_t* out, Th
 }
 
 __device__ inline Source source_of(const ScoreArguments& a, int64_t row) {
-  const auto bytes = a.logits_type == LogitsType::kFloat32 ? int64_t{4} : int64_t{2};
-  const char* logits = static_cast<const char*>(a.logits) + row * a.logits_stride * bytes;
+  const char* logits =
+      static_cast<const char*>(a.logits) + row * a.logits_stride * bytes_of(a.logits_type);
   return {logits, a.layout.vocab_size, reinterpret_cast<uintptr_t>(logits) % 16 == 0};
 }
 
@@ -161,10 +161,7 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
     const Source source = source_of(a, at_row);
     const int whole = tiles_to_load<Logits>(source);
     Set<Logits> sets[kSets] = {};
-    if (warp < min(tiles, whole)) {
-#pragma unroll
-      for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, warp, i, lane);
-    }
+    if (warp < min(tiles, whole)) load_tile(source, warp, lane, sets);
     if (threadIdx.x == 0) {
       task.row = {};
       static_cast<Source&>(task.row) = source;
@@ -419,11 +416,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   const int first_position = position_in_round(a, 0);
   const int64_t early = first_position >= 0 ? a.rows[first_position] : -1;
   Set<Logits> sets[kSets] = {};
-  if (early >= 0) {
-    const Source source = source_of(a, early);
-#pragma unroll
-    for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, warp, i, lane);
-  }
+  if (early >= 0) load_tile(source_of(a, early), warp, lane, sets);
   // What a warp knows of rows lies in shared memory: its registers are for logits, and other memory
   // answers as late as these do.
   for (int first = 0; int64_t{first} * gridDim.x < a.positions; first += kTurns) {
@@ -438,8 +431,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
     int tile = warp;
     Source source = source_of(a, relay.count > 0 ? relay.turns[0].row : 0);
     if (relay.count > 0 && (first > 0 || relay.turns[0].row != early)) {
-#pragma unroll
-      for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
+      load_tile(source, tile, lane, sets);
     }
 #pragma unroll 1
     for (int number = 0; number < relay.count + kBehind; ++number) {

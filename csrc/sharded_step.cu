@@ -149,10 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
   const int whole = tiles_to_load<Logits>(source);
   Set<Logits> sets[kSets] = {};
   const auto load_first = [&] {
-    if (streams && tile < min(end_tile, whole)) {
-#pragma unroll
-      for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
-    }
+    if (streams && tile < min(end_tile, whole)) load_tile(source, tile, lane, sets);
   };
   if (early) load_first();
   int32_t header = 0, state_word = 0;

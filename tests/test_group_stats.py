@@ -222,6 +222,16 @@ def test_tiles_store_them(dtype: str, tokens_of_tile: int) -> None:
 
 
 @needs_triton
+def test_tiles_of_half_a_window_are_refused() -> None:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import InterpreterError
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with pytest.raises((CompilationError, InterpreterError), match="whole windows of 128 tokens"):
+        stored_by_tiles(torch.zeros(2, 128, device=device), 128, 8, 64)
+
+
+@needs_triton
 @pytest.mark.parametrize("rows", [3, 40])
 def test_the_fused_head_of_the_example(pair: BackendDevice, rows: int) -> None:
     """Its logits, their statistics, and the tokens of both steps: `check` compares them."""

@@ -86,8 +86,7 @@ __device__ inline float largest_z(const Weighing& weighing, const FineBins& bins
 }
 
 // A block's part of weighing tokens, into its own bins: every `step`th piece from `first` on, of
-// evenly spaced windows.
-// Returns what a thread's weigh below all bins.
+// evenly spaced windows. Returns what a thread's weigh below all bins.
 template <class Logits>
 __device__ __noinline__ int64_t weigh_tokens(int first, int step) {
   Shared& shared = the_shared();

@@ -76,8 +76,9 @@ __device__ inline Vector vector_now(const float* place) {
 }
 
 // `weight` with the weights of 4 neighbouring groups relative to the largest, which is finite.
-__device__ inline float with_weights(float weight, const Vector& maximum, const Vector& sum,
+__device__ inline float with_weights(float weight, const float* maxima, const float* sums,
                                      const Exponents& exponents) {
+  const Vector maximum = vector_now(maxima), sum = vector_now(sums);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     weight = __fmaf_rn(sum[j], ex2_approx(exponents.narrow_z(maximum[j])), weight);
@@ -90,7 +91,7 @@ __device__ inline float weight_of_owned(const Owned& owned, const float* maxima,
                                         const Exponents& exponents) {
   float weight = 0.0f;
   owned.each([&](int, int group) {
-    weight = with_weights(weight, vector_now(maxima + group), vector_now(sums + group), exponents);
+    weight = with_weights(weight, maxima + group, sums + group, exponents);
   });
   return weight;
 }
@@ -100,19 +101,19 @@ __device__ inline float weight_of_owned(const Owned& owned, const float* maxima,
 template <int kAtATime>
 __device__ inline float weight_by_warp(int groups, const float* maxima, const float* sums,
                                        const Exponents& exponents, int lane) {
-  const int each = Owned(groups, lane).vectors * 4;
+  const int vectors = Owned(groups, lane).vectors;
   float weight = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < kWarps; first += kAtATime) {
     float parts[kAtATime] = {};
 #pragma unroll 1
-    for (int i = 0; i < each; i += 4) {
+    for (int i = 0; i < vectors; ++i) {
 #pragma unroll
       for (int k = 0; k < kAtATime; ++k) {
-        const int group = ((first + k) * kWarp + lane) * each + i;
-        if (group >= groups) continue;
-        parts[k] =
-            with_weights(parts[k], vector_now(maxima + group), vector_now(sums + group), exponents);
+        const int group = Owned(groups, (first + k) * kWarp + lane).first + 4 * i;
+        if (group < groups) {
+          parts[k] = with_weights(parts[k], maxima + group, sums + group, exponents);
+        }
       }
     }
 #pragma unroll

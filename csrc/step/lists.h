@@ -12,7 +12,7 @@ template <class Logits, class Meanwhile>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
                                       float bound, Meanwhile meanwhile) {
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
-  static_assert(kPieces % kEach == 0);
+  static_assert(kEach == 2 && kPieces % kEach == 0);
   const int pieces = num_groups * kPieces;
   const bool plain = row.plain();
   int count = 0;

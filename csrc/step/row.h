@@ -10,8 +10,8 @@
 namespace graphed_sampling {
 
 // The geometry that results rest on. A piece is 8 neighbouring tokens, which a lane reads at a
-// time. Of a window of 16 pieces one group has those with even numbers, the other one the rest:
-// then two lanes that have a group each between them read whole lines of memory.
+// time. Of a window of 16 pieces one group has those with even numbers, the other one the rest: so
+// two lanes have a group of their own, and four that read a window read whole sectors of memory.
 constexpr int kPiece = 8;
 constexpr int kPieces = 8;  // of a group
 constexpr int kGroup = kPiece * kPieces;

@@ -107,6 +107,13 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
   return loaded;
 }
 
+template <class Logits>
+__device__ inline void load_tile(const Source& source, int tile, int lane,
+                                 Set<Logits> (&sets)[kSets]) {
+#pragma unroll
+  for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(source, tile, i, lane);
+}
+
 // A set of any row.
 template <class Logits>
 __device__ inline Set<Logits> load_any_set(const Source& source, int tile, int set, int lane) {
@@ -707,8 +714,7 @@ __device__ inline int stream_loaded_checked_tiles(const Row& row, int tile, int 
   CheckedWarp& memory = the_checked_warp();
   GroupWords words = load_group_words(row, tile, lane);
   Set<Logits> sets[kSets];
-#pragma unroll
-  for (int i = 0; i < kSets; ++i) sets[i] = load_set<Logits>(row, tile, i, lane);
+  load_tile(row, tile, lane, sets);
   keep_penalties(row, memory, lane);
   const float scale = row.scale;
   const bool masked = row.masked();
