@@ -202,15 +202,20 @@ class GPU:
             loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), tokens, reduction="sum")
             torch.autograd.grad(loss, (hidden, weight))
 
-        def ours(chunk_rows: int) -> Callable[[], None]:
+        def ours(**options: int) -> Callable[[], None]:
             def call() -> None:
-                got = linear_logprobs(hidden, weight, tokens, chunk_rows=chunk_rows)
+                got = linear_logprobs(hidden, weight, tokens, **options)
                 torch.autograd.grad(-got.logprobs.sum(), (hidden, weight))
 
             return call
 
-        contenders = {"torch: products and cross entropy": plain}
-        contenders |= {f"linear_logprobs, chunk_rows = {c}": ours(c) for c in (0, 512, 1024, 2048)}
+        contenders = {
+            "torch: products and cross entropy": plain,
+            "linear_logprobs": ours(),
+            "linear_logprobs, saved_rows = 0": ours(saved_rows=0),
+            f"linear_logprobs, saved_rows = {count}": ours(saved_rows=count),
+            "linear_logprobs, chunk_rows = 512": ours(chunk_rows=512),
+        }
         first = None
         for name, call in contenders.items():
             milliseconds, peak = self.eager(call)

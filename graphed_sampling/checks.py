@@ -119,7 +119,9 @@ def check_count(name: str, value: object, low: int, high: int | None = None) -> 
     return number
 
 
-def check_linear(hidden: Tensor, weight: Tensor, vocab_size: int, chunk_rows: int) -> int:
+def check_linear(
+    hidden: Tensor, weight: Tensor, vocab_size: int, chunk_rows: int, saved_rows: int = 0
+) -> int:
     """Check what `linear_logprobs` makes logits from; returns the vocabulary size."""
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         if matrix.dim() != 2 or matrix.dtype not in LOGITS_DTYPES:
@@ -135,4 +137,6 @@ def check_linear(hidden: Tensor, weight: Tensor, vocab_size: int, chunk_rows: in
     check_device("weight", weight, hidden.device)
     if chunk_rows < 0:
         raise ValueError(f"chunk_rows = {chunk_rows} is not accepted: it must be >= 0, 0 for any")
+    if saved_rows < 0:
+        raise ValueError(f"saved_rows = {saved_rows} is not accepted: it must be >= 0")
     return size_within(weight.shape[0], vocab_size, "rows of the weight")

@@ -1,7 +1,8 @@
 """Logprobs from hidden states and the LM head's weight: what the ops of linear logprobs do.
 
-Logits exist for a chunk of positions at a time. The backward pass works them out anew, one matrix
-product more than a pass that had kept them all.
+Logits exist a part at a time: whole rows of them where logprobs are worked out, and in the backward
+pass tiles, of which those that were not saved are worked out anew. A sum over tiles is held in
+fp32, so tiles span all positions or the whole vocabulary, whichever leaves the smaller sum.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -20,34 +22,29 @@ from graphed_sampling.positions import score_positions, write_gradients
 
 CHUNK_BYTES: Final = 256 * 2**20
 """Of logits that exist at a time, where the caller does not say of how many positions."""
+SAVED_BYTES: Final = 640 * 2**20
+"""Of logits that are saved for the backward pass, where the caller does not say how many."""
+_EVEN: Final = 256
+"""Matrix products like sizes that are multiples of it."""
 
 
 def chunk_size(weight: Tensor, chunk_rows: int) -> int:
     """How many positions' logits exist at a time; chunk_rows: the caller's choice, 0 for none."""
-    if chunk_rows:
-        return chunk_rows
-    return max(CHUNK_BYTES // max(weight.shape[0] * weight.element_size(), 1), 1)
+    return chunk_rows or max(_rows_within(CHUNK_BYTES, weight), 1)
 
 
-def _chunks(
-    hidden: Tensor, weight: Tensor, positions: Positions, chunk_rows: int
-) -> Iterator[tuple[slice, Tensor, Tensor, Positions]]:
-    """Of each chunk: its part of the positions, hidden states, logits, and itself, in order.
+def default_saved_rows(weight: Tensor) -> int:
+    """Of how many positions logits are saved, where the caller does not say."""
+    return _rows_within(SAVED_BYTES, weight)
 
-    The logits lie in one buffer, and hold until the next chunk.
-    """
-    count = positions.rows.shape[0]
-    at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
-    buffer = torch.empty(at_once, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
-    place = torch.arange(at_once, device=hidden.device)
-    for start in range(0, count, at_once):
-        part = slice(start, min(start + at_once, count))
-        chunk = positions.chunk(part)
-        states = chunk.logits(hidden, part)
-        logits = buffer[: part.stop - start]
-        torch.mm(states, weight.t(), out=logits)
-        rows = place[: part.stop - start].masked_fill(chunk.rows < 0, -1)
-        yield part, states, logits, replace(chunk, rows=rows, in_order=True)
+
+def _rows_within(size: int, weight: Tensor) -> int:
+    """How many rows of logits take up to so many bytes."""
+    return _evened(size // max(weight.shape[0] * weight.element_size(), 1))
+
+
+def _evened(size: int) -> int:
+    return size - size % _EVEN if size > _EVEN else size
 
 
 def score_hidden(
@@ -55,6 +52,7 @@ def score_hidden(
     weight: Tensor,
     positions: Positions,
     output: Tensor,
+    saved: Tensor,
     layout: TableLayout,
     module: Any,
     chunk_rows: int,
@@ -62,14 +60,26 @@ def score_hidden(
     rank: bool,
     entropy: bool,
 ) -> None:
-    """`score_positions` of the logits hidden @ weight.T."""
-    for part, _, logits, chunk in _chunks(hidden, weight, positions, chunk_rows):
+    """`score_positions` of the logits hidden @ weight.T, of which the first fill saved."""
+    count, num_saved = positions.rows.shape[0], saved.shape[0]
+    at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
+    buffer = saved.new_empty(min(at_once, count - num_saved), saved.shape[1])
+    place = torch.arange(at_once, device=hidden.device)
+    bounds = [*range(0, num_saved, at_once), *range(num_saved, count, at_once), count]
+    for start, end in pairwise(bounds):
+        part = slice(start, end)
+        chunk = positions.chunk(part)
+        logits = saved[part] if start < num_saved else buffer[: end - start]
+        torch.mm(chunk.logits(hidden, part), weight.t(), out=logits)
+        rows = place[: end - start].masked_fill(chunk.rows < 0, -1)
+        chunk = replace(chunk, rows=rows, in_order=True)
         score_positions(logits, chunk, output[part], layout, module, rank=rank, entropy=entropy)
 
 
 def hidden_gradients(
     hidden: Tensor,
     weight: Tensor,
+    saved: Tensor,
     positions: Positions,
     upstream: Upstream,
     forward: Forward,
@@ -82,47 +92,97 @@ def hidden_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of hidden states and weight, empty where they are not wanted.
 
-    That of the weight is added up over chunks in fp32, and so is that of hidden states which
-    several positions may share.
+    weight: at least vocab_size rows, of which the others have no gradient. saved: the logits of the
+    first positions. What is summed over tiles, or over positions that share a hidden state, is
+    summed in fp32.
     """
-    nothing = hidden.new_empty(0)
-    hidden_gradient, weight_gradient = nothing, nothing
+    count, device = positions.rows.shape[0], hidden.device
+    rows_at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
+    columns_at_once = max(vocab_size, 1)
+    # Survivors of filters are found among all of a row.
+    by_columns = forward.num_kept is None and count > 0
+    by_columns &= (count if of_hidden else 0) <= (vocab_size if of_weight else 0)
+    if by_columns:
+        columns_at_once = max(_evened(rows_at_once * vocab_size // count), 1)
+        rows_at_once = count
+    buffer = hidden.new_empty(rows_at_once * columns_at_once)
+
+    hidden_gradient = weight_gradient = hidden.new_empty(0)
     if of_hidden:
         dtype = hidden.dtype if positions.in_order else torch.float32
-        hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=device)
     if of_weight:
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    for part, states, logits, chunk in _chunks(hidden, weight, positions, chunk_rows):
-        # In the logits' place.
-        write_gradients(
-            logits, logits, chunk, upstream.chunk(part), forward.chunk(part), vocab_size, module
-        )
-        if of_hidden:
-            of_states = logits @ weight
-            if positions.in_order:
-                hidden_gradient[part] = of_states
-            elif hidden.shape[0] > 0:
-                rows = positions.rows[part].clamp(min=0)
-                hidden_gradient.index_add_(0, rows, of_states.float())
-        if of_weight:
-            _add_product(weight_gradient, logits, states)
+        dtype = weight.dtype if by_columns else torch.float32
+        weight_gradient = torch.zeros(weight.shape, dtype=dtype, device=device)
+
+    for part in _parts(count, rows_at_once):
+        chunk = positions.chunk(part)
+        states = chunk.logits(hidden, part)
+        known = saved[part], chunk, upstream.chunk(part), forward.chunk(part)
+        of_states = torch.zeros_like(states if of_hidden else states[:0], dtype=torch.float32)
+        for columns in _parts(vocab_size, columns_at_once):
+            width = columns.stop - columns.start
+            tile = buffer[: states.shape[0] * width].view(states.shape[0], width)
+            _write_tile(tile, states, weight[columns], columns, *known, module)
+            if of_weight and by_columns:
+                torch.mm(tile.t(), states, out=weight_gradient[columns])
+            elif of_weight:
+                _add_product(weight_gradient[columns], tile.t(), states)
+            if of_hidden:
+                _add_product(of_states, tile, weight[columns])
+        if of_hidden and positions.in_order:
+            hidden_gradient[part] = of_states
+        elif of_hidden and hidden.shape[0] > 0:
+            hidden_gradient.index_add_(0, chunk.rows.clamp(min=0), of_states)
     return hidden_gradient.to(hidden.dtype), weight_gradient.to(weight.dtype)
 
 
-def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
-    """total += gradient.T @ states, in fp32 whatever the operands' dtype."""
-    if gradient.dtype == torch.float32:
-        total.addmm_(gradient.t(), states)
-    elif not gradient.is_cuda:
-        total.addmm_(gradient.float().t(), states.float())
-    elif _adds_to_fp32(gradient.device, gradient.dtype):
-        torch.addmm(total, gradient.t(), states, out_dtype=torch.float32, out=total)
+def _parts(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _write_tile(
+    tile: Tensor,
+    states: Tensor,
+    weight: Tensor,
+    columns: slice,
+    saved: Tensor,
+    positions: Positions,
+    upstream: Upstream,
+    forward: Forward,
+    module: Any,
+) -> None:
+    """The gradients of logits into tile [positions, columns]; weight: the columns' alone."""
+    ids, width = upstream.ids - columns.start, tile.shape[1]
+    ids.masked_fill_((ids < 0) | (ids >= width), width)
+    upstream = replace(upstream, ids=ids.masked_fill_(upstream.ids < 0, -1))
+
+    def write(rows: slice, logits: Tensor) -> None:
+        write_gradients(
+            tile[rows], logits, positions.chunk(rows), upstream.chunk(rows), forward.chunk(rows),
+            width, module,
+        )  # fmt: skip
+
+    known, anew = slice(0, saved.shape[0]), slice(saved.shape[0], tile.shape[0])
+    if known.stop > 0:
+        write(known, saved[:, columns])
+    if anew.start < anew.stop:
+        write(anew, torch.mm(states[anew], weight.t(), out=tile[anew]))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in fp32 whatever the operands' dtype."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif not left.is_cuda:
+        total.addmm_(left.float(), right.float())
+    elif _adds_to_fp32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
-        # Through a product of its own, of a part of the vocabulary at a time.
-        step = max(CHUNK_BYTES // (4 * states.shape[1]), 1)
-        for first in range(0, total.shape[0], step):
-            part = gradient[:, first : first + step].t()
-            total[first : first + step] += torch.mm(part, states, out_dtype=torch.float32)
+        # Through a product of its own, of a part of the rows at a time.
+        for rows in _parts(total.shape[0], max(CHUNK_BYTES // max(4 * total.shape[1], 1), 1)):
+            total[rows] += torch.mm(left[rows], right, out_dtype=torch.float32)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from graphed_sampling import backends, checks, positions
+from graphed_sampling import backends, checks, lm_head, positions
 from graphed_sampling.packing import active_features
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
 from graphed_sampling.wishes import MAX_TOP_N
@@ -154,6 +154,7 @@ def linear_logprobs(
     vocab_size: int = -1,
     backend: str = "auto",
     chunk_rows: int = 0,
+    saved_rows: int = -1,
 ) -> PromptLogprobs:
     """`prompt_logprobs` of the logits hidden @ weight.T, which are never there all at once.
 
@@ -161,26 +162,30 @@ def linear_logprobs(
     chunk_rows: how many positions' logits exist at a time, 0 for as many as take 256 MB. Logits are
         rounded to the dtype of hidden, and their bits may depend on chunk_rows, as those of a
         matrix product do on its shape.
-    Gradients with respect to hidden and weight, for which the logits are worked out once more; the
-    weight's is added up in fp32. Other arguments, results and errors: as of `prompt_logprobs`.
+    saved_rows: of how many positions besides, the first ones, the logits are saved for the backward
+        pass, which works out the others anew; -1 for as many as take 640 MB where hidden or
+        weight require a gradient and chunk_rows is 0, else none.
+    Gradients with respect to hidden and weight; what is summed over parts of the logits is summed
+    in fp32. Other arguments, results and errors: as of `prompt_logprobs`.
     """
     _check_tensors(hidden=hidden, weight=weight, next_token_ids=next_token_ids)
     _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
     vocab_size = checks.check_count("vocab_size", vocab_size, -1)
     top_n = checks.check_count("top_n", top_n, 0, MAX_TOP_N)
     chunk_rows = checks.check_count("chunk_rows", chunk_rows, 0)
+    saved_rows = checks.check_count("saved_rows", saved_rows, -1)
     backends.check_name(backend)
-    filters: dict[str, Tensor] = {}
-    if params is not None:
-        size = checks.check_linear(hidden, weight, vocab_size, chunk_rows)
-        filters = _filter_tensors(params, next_token_ids, size)
-    return PromptLogprobs(
-        *torch.ops.graphed_sampling.linear_logprobs(
-            hidden, weight, next_token_ids, rows, num_rows, given_ids, top_n=top_n, rank=rank,
-            entropy=entropy, vocab_size=vocab_size, backend=backend, chunk_rows=chunk_rows,
-            **filters,
-        )
+    size = checks.check_linear(hidden, weight, vocab_size, chunk_rows)
+    filters = {} if params is None else _filter_tensors(params, next_token_ids, size)
+    if saved_rows == -1:
+        differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        saved_rows = lm_head.default_saved_rows(weight) if differentiable and not chunk_rows else 0
+    *told, _saved = torch.ops.graphed_sampling.linear_logprobs(
+        hidden, weight, next_token_ids, rows, num_rows, given_ids, top_n=top_n, rank=rank,
+        entropy=entropy, vocab_size=vocab_size, backend=backend, chunk_rows=chunk_rows,
+        saved_rows=saved_rows, **filters,
     )  # fmt: skip
+    return PromptLogprobs(*told)
 
 
 def _check_tensors(**named: object) -> None:

@@ -21,7 +21,7 @@ have no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -108,13 +108,13 @@ _FORWARD: Final = (
 _LIBRARY.define(f"prompt_logprobs_backward(Tensor logits, {_FORWARD}) -> Tensor")
 _LIBRARY.define(
     f"linear_logprobs(Tensor hidden, Tensor weight, Tensor next_token_ids, {_WISHES}, "
-    "int chunk_rows=0) -> (Tensor logprobs, Tensor given_logprobs, Tensor top_logprobs, "
-    "Tensor entropies, Tensor top_token_ids, Tensor ranks, Tensor num_kept, Tensor flags, "
-    "Tensor normalisers)"
+    "int chunk_rows=0, int saved_rows=0) -> (Tensor logprobs, Tensor given_logprobs, "
+    "Tensor top_logprobs, Tensor entropies, Tensor top_token_ids, Tensor ranks, Tensor num_kept, "
+    "Tensor flags, Tensor normalisers, Tensor saved)"
 )
 _LIBRARY.define(
-    f"linear_logprobs_backward(Tensor hidden, Tensor weight, {_FORWARD}, int chunk_rows, "
-    "bool of_hidden, bool of_weight) -> (Tensor, Tensor)"
+    f"linear_logprobs_backward(Tensor hidden, Tensor weight, Tensor saved, {_FORWARD}, "
+    "int chunk_rows, bool of_hidden, bool of_weight) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "cuda_score_rows(Tensor logits, Tensor rows, Tensor token_ids, Tensor given_ids, "
@@ -428,24 +428,23 @@ def _prompt_logprobs(
 def _linear_logprobs(
     hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
-    size = check_linear(hidden, weight, vocab_size, chunk_rows)
+    *wishes, vocab_size, backend, chunk_rows, saved_rows = _all_wishes(arguments)
+    size = check_linear(hidden, weight, vocab_size, chunk_rows, saved_rows)
     checked = Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes)
-    layout = checked.layout
-    output = torch.empty(
-        next_token_ids.shape[0], layout.output_words, dtype=torch.int32, device=hidden.device
-    )
+    layout, count = checked.layout, next_token_ids.shape[0]
+    output = torch.empty(count, layout.output_words, dtype=torch.int32, device=hidden.device)
+    saved = hidden.new_empty(min(saved_rows, count), size)
     with _undisturbed(hidden):
         lm_head.score_hidden(
-            hidden, weight, checked.positions, output, layout, checked.module, chunk_rows,
-            rank=checked.rank, entropy=checked.entropy,
+            hidden, weight[:size], checked.positions, output, saved, layout, checked.module,
+            chunk_rows, rank=checked.rank, entropy=checked.entropy,
         )  # fmt: skip
-    return tuple(part.clone() for part in positions.split_record(output, layout))
+    return (*(part.clone() for part in positions.split_record(output, layout)), saved)
 
 
 def _all_wishes(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Wishes up to chunk_rows; the dispatcher leaves out what has its default at the end."""
-    defaults = (*[None] * 8, 0, False, False, -1, "auto", 0)
+    """Wishes up to saved_rows; the dispatcher leaves out what has its default at the end."""
+    defaults = (*[None] * 8, 0, False, False, -1, "auto", 0, 0)
     return (*given, *defaults[len(given) :])
 
 
@@ -477,10 +476,12 @@ def _prompt_logprobs_fake(
 def _linear_logprobs_fake(
     hidden: Tensor, weight: Tensor, next_token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    *wishes, vocab_size, backend, chunk_rows = _all_wishes(arguments)
-    size = check_linear(hidden, weight, vocab_size, chunk_rows)
+    *wishes, vocab_size, backend, chunk_rows, saved_rows = _all_wishes(arguments)
+    size = check_linear(hidden, weight, vocab_size, chunk_rows, saved_rows)
     layout = Wishes.check_rows(hidden, size, backend, next_token_ids, *wishes).layout
-    return _empty_results(hidden, layout, next_token_ids.shape[0])
+    count = next_token_ids.shape[0]
+    saved = hidden.new_empty(min(saved_rows, count), size)
+    return (*_empty_results(hidden, layout, count), saved)
 
 
 def _save_for_backward(
@@ -489,11 +490,11 @@ def _save_for_backward(
     next_token_ids: Tensor,
     wishes: tuple[Any, ...],
     vocab_size: int,
-    output: tuple[Tensor, ...],
+    output: Sequence[Tensor],
 ) -> None:
     rows, num_rows, given_ids, temperature, top_k, top_p, min_p, processed = wishes[:8]
     logprobs, given, top, entropies, top_ids, ranks, num_kept, flags, normalisers = output
-    ctx.mark_non_differentiable(top_ids, ranks, num_kept, flags, normalisers)
+    ctx.mark_non_differentiable(top_ids, ranks, num_kept, flags, normalisers, *sources[2:])
     ctx.set_materialize_grads(False)
     if given_ids is None:
         given_ids = next_token_ids.new_empty(next_token_ids.shape[0], 0)
@@ -555,15 +556,16 @@ def _linear_logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
     hidden, weight, next_token_ids, *wishes = inputs
     size = weight.shape[0] if wishes[11] == -1 else wishes[11]
     ctx.chunk_rows = wishes[13]
-    _save_for_backward(ctx, (hidden, weight), next_token_ids, tuple(wishes), size, output)
+    *told, saved = output
+    _save_for_backward(ctx, (hidden, weight, saved), next_token_ids, tuple(wishes), size, told)
 
 
 def _linear_logprobs_autograd(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    arguments = _backward_arguments(ctx, 2, gradients)
+    arguments = _backward_arguments(ctx, 3, gradients)
     wanted = ctx.needs_input_grad[:2]
     found = torch.ops.graphed_sampling.linear_logprobs_backward(*arguments, ctx.chunk_rows, *wanted)
     kept = [g if wants else None for g, wants in zip(found, wanted, strict=True)]
-    return (*kept, *[None] * 15)
+    return (*kept, *[None] * 16)
 
 
 def _of_backward(
@@ -609,14 +611,14 @@ def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
 
 
 def _linear_logprobs_backward(
-    hidden: Tensor, weight: Tensor, *arguments: Any
+    hidden: Tensor, weight: Tensor, saved: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    *saved, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
+    *asked_of, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
     with _undisturbed(hidden):
-        asked = _of_backward(hidden, vocab_size, *saved)
+        asked = _of_backward(hidden, vocab_size, *asked_of)
         module = positions.scoring_module(backend, hidden.device)
         return lm_head.hidden_gradients(
-            hidden, weight, *asked, vocab_size, module, chunk_rows,
+            hidden, weight, saved, *asked, vocab_size, module, chunk_rows,
             of_hidden=of_hidden, of_weight=of_weight,
         )  # fmt: skip
 

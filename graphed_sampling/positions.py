@@ -254,16 +254,17 @@ def logit_gradients(
     vocab_size: int,
     module: Any,
 ) -> Tensor:
-    """The gradient of the logits, in their shape and dtype.
+    """The gradient of the logits, in their shape and dtype. They may be of a part of the
+    vocabulary, of vocab_size tokens, where upstream and forward are of all of it.
 
     What is constant has no gradient: logprobs of -inf, rows with +inf or without a finite entry,
     greedy rows. Nor has the set of survivors.
     """
     result = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    if logits.shape[0] == 0 or vocab_size == 0:
+        return result
     if positions.in_order:
         write_gradients(result, logits, positions, upstream, forward, vocab_size, module)
-        return result
-    if logits.shape[0] == 0:
         return result
     count = positions.rows.shape[0]
     at_once = _rows_at_once(forward, logits.shape[1])
@@ -276,32 +277,6 @@ def logit_gradients(
         ).to(logits.dtype)  # fmt: skip
         # Positions may share a row.
         result[:, :vocab_size].index_add_(0, chunk.rows.clamp(min=0), gradient)
-    return result
-
-
-def shard_gradients(
-    logits: Tensor, positions: Positions, upstream: Upstream, forward: Forward, width: int
-) -> Tensor:
-    """`logit_gradients` of a shard of `width` tokens: forward is of whole rows, and the id `width`
-    stands for a token of another shard."""
-    result = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-    if logits.shape[0] == 0:
-        return result
-    count = positions.rows.shape[0]
-    at_once = _rows_at_once(forward, width + 1)
-    for start in range(0, count, at_once):
-        part = slice(start, min(start + at_once, count))
-        chunk = positions.chunk(part)
-        # Behind its last token one of no probability takes what is the others'.
-        values = torch.nn.functional.pad(
-            chunk.logits(logits, part)[:, :width], (0, 1), value=-math.inf
-        )
-        gradient = _chunk_gradient(values, chunk, upstream.chunk(part), forward.chunk(part))
-        gradient = gradient[:, :width].to(logits.dtype)
-        if positions.in_order:
-            result[part, :width] = gradient
-        else:
-            result[:, :width].index_add_(0, chunk.rows.clamp(min=0), gradient)
     return result
 
 
@@ -380,7 +355,8 @@ def _chunk_gradient(
         # d H / d z_i = -p_i (ln p_i + H)
         slope = log_p.add_(entropy).mul_(-of_entropy).add_(factor)
         result = slope.masked_fill_(p == 0, 0.0).mul_(p)
-    result.scatter_add_(1, upstream.ids.clamp(min=0), gradients)
+    ids, last = upstream.ids, logits.shape[1] - 1
+    result.scatter_add_(1, ids.clamp(0, last), gradients.masked_fill_(ids > last, 0.0))
     if scale is not None:
         result.mul_(scale)
     return result.masked_fill_(constant, 0.0)

@@ -16,6 +16,7 @@ from graphed_sampling import (
     SamplingParams,
     UnsupportedFeatureError,
     linear_logprobs,
+    lm_head,
     prompt_logprobs,
 )
 
@@ -82,17 +83,32 @@ def test_a_padded_vocabulary_counts_for_nothing() -> None:
     assert weight.grad is not None and not weight.grad[V:].any() and weight.grad[:V].any()
 
 
-class LargestTensor(TorchDispatchMode):
+class Noted(TorchDispatchMode):
+    """Looks at every operation's result, those of operations inside this package's ops too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "graphed_sampling":
+            with self:
+                keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+                result = func.redispatch(keys, *args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        self.note(func, args, result)
+        return result
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        raise NotImplementedError
+
+
+class LargestTensor(Noted):
     """Notes the largest tensor that any operation gives."""
 
     numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: Any, result: Any) -> None:
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, Tensor):
                 self.numel = max(self.numel, value.numel())
-        return result
 
 
 def test_never_all_logits_forward_or_backward() -> None:
@@ -102,8 +118,81 @@ def test_never_all_logits_forward_or_backward() -> None:
     with LargestTensor() as largest:
         got = linear_logprobs(hidden, weight, tokens, entropy=True, chunk_rows=4, backend="torch")
         (got.logprobs.sum() + got.entropies.sum()).backward()
-    # The op itself is one operation to the dispatcher, whose inner ones are noted too.
     assert 4 * V <= largest.numel < hidden.shape[0] * V / 4
+    with LargestTensor() as largest:
+        linear_logprobs(hidden, weight, tokens, saved_rows=30, backend="torch")
+    assert largest.numel >= 30 * V
+
+
+class Products(Noted):
+    """Counts rows of logits that are worked out (of a part of a row its part), and notes how many
+    are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.saved = 0.0, -1
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        if func is torch.ops.aten.mm.out and args[0].shape[1] == H:
+            self.rows += result.numel() / V
+        if func is OPS.linear_logprobs.default:
+            self.saved = result[-1].shape[0]
+
+
+SELECTIONS = {
+    "all": None,
+    "mask": torch.arange(N) % 3 != 1,
+    "list": torch.tensor([5, 2, -1, 5, 0, 10, 1, 3, 7, 9, 5]),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("chunk_rows", [0, 4])
+@pytest.mark.parametrize("saved_rows", [1, 3, 4, 6, N, 100])
+@pytest.mark.parametrize("params", [None, PROCESSED, WARM], ids=["raw", "filtered", "warm"])
+def test_saved_logits_change_no_gradient_and_are_not_worked_out_again(
+    params: SamplingParams | None, saved_rows: int, chunk_rows: int, selection: str
+) -> None:
+    tokens, rows = inputs()[2], SELECTIONS[selection]
+    upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(3))
+    told = []
+    for saved in (0, saved_rows):
+        leaves = [t.requires_grad_() for t in inputs(width=V + 2)[:2]]
+        with Products() as forward:
+            got = linear_logprobs(
+                *leaves, tokens, rows=rows, params=params, entropy=True, vocab_size=V,
+                chunk_rows=chunk_rows, saved_rows=saved,
+            )  # fmt: skip
+        assert forward.rows == N and forward.saved == min(saved, N)
+        loss = (got.logprobs * upstream[0]).nansum() + (got.entropies * upstream[1]).nansum()
+        # Twice: what was saved is as it was.
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        with Products() as backward:
+            second = torch.autograd.grad(loss, leaves)
+        assert backward.rows == pytest.approx(N - forward.saved)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        told.append([got.logprobs, got.entropies, *first])
+    for a, b in zip(*told, strict=True):
+        assert torch.allclose(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_logits_are_saved_where_a_gradient_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, tokens = inputs()
+    monkeypatch.setattr(lm_head, "SAVED_BYTES", 5 * V * hidden.element_size())
+
+    def saved(**options: Any) -> int:
+        with Products() as products:
+            linear_logprobs(hidden, weight, tokens, **options)
+        return products.saved
+
+    assert saved() == 0 and saved(saved_rows=3) == 3
+    for leaf in (hidden, weight):
+        leaf.requires_grad_()
+        assert saved() == 5 and saved(chunk_rows=2) == 0
+        assert saved(saved_rows=0) == 0 and saved(chunk_rows=2, saved_rows=20) == N
+        with torch.no_grad():
+            assert saved() == 0
+        leaf.requires_grad_(False)
 
 
 def exact_loss(
@@ -211,6 +300,9 @@ def test_no_second_derivative() -> None:
         ("chunk_rows = -1 is not accepted", {"chunk_rows": -1}),
         ("chunk_rows = 1.5 is not accepted", {"chunk_rows": 1.5}),
         ("chunk_rows = True is not accepted", {"chunk_rows": True}),
+        ("saved_rows = -2 is not accepted", {"saved_rows": -2}),
+        ("saved_rows = 0.0 is not accepted", {"saved_rows": 0.0}),
+        (r"weight is torch.float32 \[\]", {"weight": torch.tensor(1.0, requires_grad=True)}),
         ("top_n = 1.0", {"top_n": 1.0}),
         ("backend = None is not known", {"backend": None}),
         ("weight is sparse or nested", {"weight": torch.zeros(V, H).to_sparse()}),

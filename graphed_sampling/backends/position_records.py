@@ -53,8 +53,9 @@ class Positions:
 class Upstream:
     """Gradients that reach the selected logprobs and the entropies of m positions.
 
-    ids: int64 [m, k], tokens whose logprobs have gradients; negative for none. logprobs: fp32
-    [m, k], theirs. gradients: fp32 [m, k]. of_entropies: fp32 [m], or None.
+    ids: int64 [m, k], tokens whose logprobs have gradients; negative for none, from the number of
+    tokens on for one that is not among those whose gradients are worked out. logprobs: fp32 [m, k],
+    theirs. gradients: fp32 [m, k]. of_entropies: fp32 [m], or None.
     """
 
     ids: Tensor

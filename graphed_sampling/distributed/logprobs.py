@@ -149,7 +149,8 @@ class _ShardedLogprobs(torch.autograd.Function):
         forward = Forward(normalisers, entropies, None)
         chosen = Positions(rows, ctx.in_order, ids[:, 0], ids[:, :0], None, None)
         with torch.autocast(logits.device.type, enabled=False):
-            gradient = positions.shard_gradients(logits, chosen, upstream, forward, width)
+            module = positions.scoring_module(shard.backend, logits.device)
+            gradient = positions.logit_gradients(logits, chosen, upstream, forward, width, module)
         return gradient, None, None, None, None, None
 
 
