@@ -22,8 +22,8 @@ from graphed_sampling.positions import score_positions, write_gradients
 
 CHUNK_BYTES: Final = 256 * 2**20
 """Of logits that exist at a time, where the caller does not say of how many positions."""
-SAVED_BYTES: Final = 640 * 2**20
-"""Of logits that are saved for the backward pass, where the caller does not say how many."""
+MEMORY_BYTES: Final = 1900 * 10**6
+"""Of what both passes hold, gradients included, for logits to be saved on the package's choice."""
 _EVEN: Final = 256
 """Matrix products like sizes that are multiples of it."""
 
@@ -33,9 +33,16 @@ def chunk_size(weight: Tensor, chunk_rows: int) -> int:
     return chunk_rows or max(_rows_within(CHUNK_BYTES, weight), 1)
 
 
-def default_saved_rows(weight: Tensor) -> int:
-    """Of how many positions logits are saved, where the caller does not say."""
-    return _rows_within(SAVED_BYTES, weight)
+def default_saved_rows(hidden: Tensor, weight: Tensor, count: int, *, in_order: bool) -> int:
+    """Of how many of `count` positions logits are saved, where the caller does not say: of as many
+    as the backward pass leaves memory for. in_order: as `Positions.in_order`."""
+    width, size = hidden.shape[1], hidden.element_size()
+    taken = CHUNK_BYTES + sum(m.numel() * size for m in (hidden, weight) if m.requires_grad)
+    of_hidden, of_weight = hidden.requires_grad, weight.requires_grad
+    taken += 4 * width * min(count * of_hidden, weight.shape[0] * of_weight)
+    if not in_order:
+        taken += width * (size * count + 4 * hidden.shape[0] * of_hidden)
+    return _rows_within(max(MEMORY_BYTES - taken, 0), weight)
 
 
 def _rows_within(size: int, weight: Tensor) -> int:
@@ -64,8 +71,8 @@ def score_hidden(
     count, num_saved = positions.rows.shape[0], saved.shape[0]
     at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
     buffer = saved.new_empty(min(at_once, count - num_saved), saved.shape[1])
-    place = torch.arange(at_once, device=hidden.device)
-    bounds = [*range(0, num_saved, at_once), *range(num_saved, count, at_once), count]
+    place = torch.arange(max(at_once, num_saved), device=hidden.device)
+    bounds = [0, *range(num_saved, count, at_once), count]
     for start, end in pairwise(bounds):
         part = slice(start, end)
         chunk = positions.chunk(part)
@@ -113,7 +120,8 @@ def hidden_gradients(
         hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=device)
     if of_weight:
         dtype = weight.dtype if by_columns else torch.float32
-        weight_gradient = torch.zeros(weight.shape, dtype=dtype, device=device)
+        weight_gradient = torch.empty(weight.shape, dtype=dtype, device=device)
+        weight_gradient[vocab_size if by_columns else 0 :] = 0.0
 
     for part in _parts(count, rows_at_once):
         chunk = positions.chunk(part)

@@ -16,7 +16,7 @@ from torch import Tensor
 from graphed_sampling import backends, checks, lm_head, positions
 from graphed_sampling.packing import active_features
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
-from graphed_sampling.wishes import MAX_TOP_N
+from graphed_sampling.wishes import MAX_TOP_N, in_order_of
 
 FILTERS: Final = frozenset({"top_k", "top_p", "min_p"})
 """What processed logprobs of given tokens take into account, beside the temperature."""
@@ -162,9 +162,9 @@ def linear_logprobs(
     chunk_rows: how many positions' logits exist at a time, 0 for as many as take 256 MB. Logits are
         rounded to the dtype of hidden, and their bits may depend on chunk_rows, as those of a
         matrix product do on its shape.
-    saved_rows: of how many positions besides, the first ones, the logits are saved for the backward
-        pass, which works out the others anew; -1 for as many as take 640 MB where hidden or
-        weight require a gradient and chunk_rows is 0, else none.
+    saved_rows: of how many positions, the first ones, the logits are saved for the backward pass,
+        which works out the others anew. -1: where hidden or weight require a gradient, and
+        chunk_rows is 0, as many as leave both passes, gradients included, below 2 GB; else 0.
     Gradients with respect to hidden and weight; what is summed over parts of the logits is summed
     in fp32. Other arguments, results and errors: as of `prompt_logprobs`.
     """
@@ -179,7 +179,11 @@ def linear_logprobs(
     filters = {} if params is None else _filter_tensors(params, next_token_ids, size)
     if saved_rows == -1:
         differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        saved_rows = lm_head.default_saved_rows(weight) if differentiable and not chunk_rows else 0
+        saved_rows = 0
+        if differentiable and chunk_rows == 0:
+            saved_rows = lm_head.default_saved_rows(
+                hidden, weight, next_token_ids.shape[0], in_order=in_order_of(rows)
+            )
     *told, _saved = torch.ops.graphed_sampling.linear_logprobs(
         hidden, weight, next_token_ids, rows, num_rows, given_ids, top_n=top_n, rank=rank,
         entropy=entropy, vocab_size=vocab_size, backend=backend, chunk_rows=chunk_rows,

@@ -176,9 +176,19 @@ def test_saved_logits_change_no_gradient_and_are_not_worked_out_again(
         assert torch.allclose(a, b, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
-def test_logits_are_saved_where_a_gradient_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("leaves", "in_order", "listed"),
+    # 280 bytes a row, in what 3608 bytes leave beside gradients (264, 1680), the sum in fp32 (264,
+    # 264, 0), and in a list the gathered hidden states (264) and their gradients in fp32 (264).
+    [("hw", 5, 3), ("h", 11, 10), ("w", 6, 5)],
+)  # fmt: skip
+def test_logits_are_saved_where_a_gradient_may_come(
+    leaves: str, in_order: int, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight, tokens = inputs()
-    monkeypatch.setattr(lm_head, "SAVED_BYTES", 5 * V * hidden.element_size())
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 4 * 4 * V)
+    monkeypatch.setattr(lm_head, "MEMORY_BYTES", 1120 + 3608)
+    rows = torch.arange(N)
 
     def saved(**options: Any) -> int:
         with Products() as products:
@@ -186,13 +196,16 @@ def test_logits_are_saved_where_a_gradient_may_come(monkeypatch: pytest.MonkeyPa
         return products.saved
 
     assert saved() == 0 and saved(saved_rows=3) == 3
-    for leaf in (hidden, weight):
-        leaf.requires_grad_()
-        assert saved() == 5 and saved(chunk_rows=2) == 0
-        assert saved(saved_rows=0) == 0 and saved(chunk_rows=2, saved_rows=20) == N
-        with torch.no_grad():
-            assert saved() == 0
-        leaf.requires_grad_(False)
+    hidden.requires_grad_("h" in leaves)
+    weight.requires_grad_("w" in leaves)
+    assert saved() == in_order and saved(rows=rows >= 0) == in_order
+    assert saved(rows=rows) == listed
+    assert saved(saved_rows=0) == 0 == saved(chunk_rows=2)
+    assert saved(chunk_rows=2, saved_rows=20) == N
+    with torch.no_grad():
+        assert saved() == 0
+    monkeypatch.setattr(lm_head, "MEMORY_BYTES", 0)
+    assert saved() == 0
 
 
 def exact_loss(
