@@ -300,7 +300,7 @@ def main() -> None:
     usable = [n for n in candidates if not backends.module(n).unusable(device)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[512, 2048, 8192] if on_gpu else [512]
+        "--rows", type=int, nargs="*", default=[512, 2048, 8192] if on_gpu else [512]
     )
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--dtype", nargs="+", default=["fp32", "bf16"], choices=DTYPES)

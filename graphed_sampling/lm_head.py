@@ -22,7 +22,7 @@ from graphed_sampling.positions import score_positions, write_gradients
 
 CHUNK_BYTES: Final = 256 * 2**20
 """Of logits that exist at a time, where the caller does not say of how many positions."""
-MEMORY_BYTES: Final = 1900 * 10**6
+MEMORY_BYTES: Final = 1980 * 10**6
 """Of what both passes hold, gradients included, for logits to be saved on the package's choice."""
 _EVEN: Final = 256
 """Matrix products like sizes that are multiples of it."""
@@ -72,7 +72,8 @@ def score_hidden(
     at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
     buffer = saved.new_empty(min(at_once, count - num_saved), saved.shape[1])
     place = torch.arange(max(at_once, num_saved), device=hidden.device)
-    bounds = [0, *range(num_saved, count, at_once), count]
+    bounds = [0] if num_saved > 0 else []
+    bounds += [*range(num_saved, count, at_once), count]
     for start, end in pairwise(bounds):
         part = slice(start, end)
         chunk = positions.chunk(part)
@@ -110,7 +111,8 @@ def hidden_gradients(
     by_columns = forward.num_kept is None and count > 0
     by_columns &= (count if of_hidden else 0) <= (vocab_size if of_weight else 0)
     if by_columns:
-        columns_at_once = max(_evened(rows_at_once * vocab_size // count), 1)
+        elements = chunk_rows * vocab_size or CHUNK_BYTES // hidden.element_size()
+        columns_at_once = min(max(_evened(elements // count), 1), vocab_size)
         rows_at_once = count
     buffer = hidden.new_empty(rows_at_once * columns_at_once)
 
@@ -162,14 +164,12 @@ def _write_tile(
     module: Any,
 ) -> None:
     """The gradients of logits into tile [positions, columns]; weight: the columns' alone."""
-    ids, width = upstream.ids - columns.start, tile.shape[1]
-    ids.masked_fill_((ids < 0) | (ids >= width), width)
-    upstream = replace(upstream, ids=ids.masked_fill_(upstream.ids < 0, -1))
+    upstream = upstream.of_tokens_from(columns.start)
 
     def write(rows: slice, logits: Tensor) -> None:
         write_gradients(
             tile[rows], logits, positions.chunk(rows), upstream.chunk(rows), forward.chunk(rows),
-            width, module,
+            tile.shape[1], module,
         )  # fmt: skip
 
     known, anew = slice(0, saved.shape[0]), slice(saved.shape[0], tile.shape[0])

@@ -597,7 +597,7 @@ def _of_backward(
             filters=filters,
             processed=processed,
         ),
-        Upstream(accepted_ids(ids, vocab_size), logprobs, gradients.float(), entropy_gradients),
+        Upstream.of(accepted_ids(ids, vocab_size), logprobs, gradients, entropy_gradients),
         Forward(normalisers, entropies, num_kept),
     )
 

@@ -345,8 +345,7 @@ def _chunk_gradient(
         values, _ = torch_backend.sanitised(logits, logits.shape[1])
         p.masked_fill_(~torch_backend.leading(values, number), 0.0)
     constant = (chunk.rows < 0).unsqueeze(1) | ~largest.isfinite()
-    gradients = upstream.gradients.masked_fill(~upstream.counts() | constant, 0.0)
-    factor = -gradients.sum(1, keepdim=True)
+    factor = -upstream.totals.unsqueeze(1).masked_fill(constant, 0.0)
     if upstream.of_entropies is None:
         result = p.mul_(factor)
     else:
@@ -355,8 +354,9 @@ def _chunk_gradient(
         # d H / d z_i = -p_i (ln p_i + H)
         slope = log_p.add_(entropy).mul_(-of_entropy).add_(factor)
         result = slope.masked_fill_(p == 0, 0.0).mul_(p)
-    ids, last = upstream.ids, logits.shape[1] - 1
-    result.scatter_add_(1, ids.clamp(0, last), gradients.masked_fill_(ids > last, 0.0))
+    within = upstream.ids.clamp(0, logits.shape[1] - 1)
+    elsewhere = within != upstream.ids
+    result.scatter_add_(1, within, upstream.gradients.masked_fill(elsewhere | constant, 0.0))
     if scale is not None:
         result.mul_(scale)
     return result.masked_fill_(constant, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,28 +53,37 @@ class Positions:
 class Upstream:
     """Gradients that reach the selected logprobs and the entropies of m positions.
 
-    ids: int64 [m, k], tokens whose logprobs have gradients; negative for none, from the number of
-    tokens on for one that is not among those whose gradients are worked out. logprobs: fp32 [m, k],
-    theirs. gradients: fp32 [m, k]. of_entropies: fp32 [m], or None.
+    ids: int64 [m, k], tokens whose logprobs have gradients, counted from the first of the logits;
+    what is none of theirs is another's, or nobody's. gradients: fp32 [m, k], 0 of what is nobody's
+    or constant. totals: fp32 [m], their sums. of_entropies: fp32 [m], or None.
     """
 
     ids: Tensor
-    logprobs: Tensor
     gradients: Tensor
+    totals: Tensor
     of_entropies: Tensor | None
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, logprobs: Tensor, gradients: Tensor, of_entropies: Tensor | None
+    ) -> Upstream:
+        """Of the gradients of these logprobs; ids: negative for nobody's."""
+        constant = (ids < 0) | (logprobs == -math.inf)
+        gradients = gradients.float().masked_fill(constant, 0.0)
+        return cls(ids, gradients, gradients.sum(1), of_entropies)
 
     def chunk(self, part: slice) -> Upstream:
         of_entropies = self.of_entropies
         return Upstream(
             self.ids[part],
-            self.logprobs[part],
             self.gradients[part],
+            self.totals[part],
             None if of_entropies is None else of_entropies[part],
         )
 
-    def counts(self) -> Tensor:
-        """bool [m, k]: which logprobs there are that are no constants."""
-        return (self.ids >= 0) & (self.logprobs > -math.inf)
+    def of_tokens_from(self, first: int) -> Upstream:
+        """For logits of which the first is that of token `first`."""
+        return replace(self, ids=self.ids - first)
 
 
 @dataclass(frozen=True)

@@ -509,7 +509,6 @@ def gradient_rows(
     count = positions.rows.shape[0]
     if count == 0:
         return
-    gradients = upstream.gradients.masked_fill(~upstream.counts(), 0.0)
     strides = [t.stride(0) if count > 1 else t.shape[1] for t in (logits, result)]
     unit = min(_unit(logits, strides[0], vocab_size), _unit(result, strides[1], vocab_size))
     ids, entropies = upstream.ids.contiguous(), forward.entropies.contiguous()
@@ -524,7 +523,7 @@ def gradient_rows(
     with interpreter_lock():
         _kernels().differentiate[(count, -(-vocab_size // TILE))](
             logits, strides[0] // unit, result, strides[1] // unit, positions.rows.contiguous(),
-            ids, gradients.contiguous(), ids.shape[1], -gradients.sum(1),
+            ids, upstream.gradients.contiguous(), ids.shape[1], upstream.totals.contiguous(),
             forward.normalisers.contiguous(), entropies, of_entropies.contiguous(),
             entropies if scale is None else scale.reshape(-1).contiguous(), vocab_size // unit,
             **keywords,

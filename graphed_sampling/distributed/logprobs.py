@@ -139,18 +139,16 @@ class _ShardedLogprobs(torch.autograd.Function):
             logprobs.new_zeros(ids.shape[0], width) if gradient is None else gradient
             for gradient, width in zip(of_lists, widths, strict=True)
         ]
-        local = shard.local(ids)
-        # What other shards own counts as a token behind this one's last.
-        width = shard.end - shard.start
-        local = torch.where((ids >= 0) & (local < 0), width, local)
-        upstream = Upstream(
-            local, logprobs, torch.cat(joined, 1).float(), of_entropies if shard.entropy else None
-        )
+        upstream = Upstream.of(
+            ids, logprobs, torch.cat(joined, 1), of_entropies if shard.entropy else None
+        ).of_tokens_from(shard.start)
         forward = Forward(normalisers, entropies, None)
         chosen = Positions(rows, ctx.in_order, ids[:, 0], ids[:, :0], None, None)
         with torch.autocast(logits.device.type, enabled=False):
             module = positions.scoring_module(shard.backend, logits.device)
-            gradient = positions.logit_gradients(logits, chosen, upstream, forward, width, module)
+            gradient = positions.logit_gradients(
+                logits, chosen, upstream, forward, shard.end - shard.start, module
+            )
         return gradient, None, None, None, None, None
 
 

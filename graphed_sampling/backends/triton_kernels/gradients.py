@@ -12,19 +12,19 @@ from graphed_sampling.backends.triton_kernels.streaming import _tile
 @triton.jit(
     do_not_specialize=("stride", "result_stride", "vocab_units", "num_ids"),
     do_not_specialize_on_alignment=(
-        "logits", "result", "rows", "ids", "gradients", "factors", "normalisers", "entropies",
+        "logits", "result", "rows", "ids", "gradients", "totals", "normalisers", "entropies",
         "of_entropies", "scales",
     ),
 )  # fmt: skip
 def differentiate(
-    logits, stride, result, result_stride, rows, ids, gradients, num_ids, factors, normalisers,
+    logits, stride, result, result_stride, rows, ids, gradients, num_ids, totals, normalisers,
     entropies, of_entropies, scales, vocab_units, ENTROPY: tl.constexpr, SCALED: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of a position's gradient, which may take the logits' place. Grid: positions, tiles.
 
-    ids, gradients: [m, num_ids], tokens whose logprobs have gradients; 0 where one does not count.
-    factors: fp32 [m], minus their sum. of_entropies: fp32 [m], gradients of the entropies. scales:
+    ids, gradients: [m, num_ids], tokens whose logprobs have gradients; others' ids lie elsewhere.
+    totals: fp32 [m], their sums. of_entropies: fp32 [m], gradients of the entropies. scales:
     fp32 [m], 1 / T. Read with ENTROPY and SCALED alone.
     """
     index = tl.program_id(0).to(tl.int64)
@@ -38,9 +38,10 @@ def differentiate(
         logits_row = tl.multiple_of(logits_row, 16)
     largest = tl.load(normalisers + 2 * index)
     there = (tl.load(rows + index) >= 0) & (largest > NEG_INF) & (largest < INF)
+    # Asked for before it is known whether there is a row.
+    x = _tile(logits_row, first, vocab).to(tl.float32)
     gradient = tl.zeros([TILE], tl.float32)
     if there:
-        x = _tile(logits_row, first, vocab).to(tl.float32)
         log_p = x - largest
         scale = tl.full((), 1.0, tl.float32)
         if SCALED:
@@ -48,7 +49,7 @@ def differentiate(
             log_p = log_p * scale
         log_p = log_p - tl.load(normalisers + 2 * index + 1)
         p = tl.where(x == x, tl.exp(log_p), 0.0)
-        slope = tl.load(factors + index) + tl.zeros([TILE], tl.float32)
+        slope = tl.zeros([TILE], tl.float32) - tl.load(totals + index)
         if ENTROPY:
             # d H / d z_i = -p_i (ln p_i + H)
             slope = slope - tl.load(of_entropies + index) * (log_p + tl.load(entropies + index))
