@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ CHUNK_BYTES: Final = 256 * 2**20
 """Of logits that exist at a time, where the caller does not say of how many positions."""
 MEMORY_BYTES: Final = 1980 * 10**6
 """Of what both passes hold, gradients included, for logits to be saved on the package's choice."""
+_APART: Final = 2**22
+"""Elements in fp32 that a product in two steps takes beside its operands."""
 _EVEN: Final = 256
 """Matrix products like sizes that are multiples of it."""
 
@@ -33,16 +35,52 @@ def chunk_size(weight: Tensor, chunk_rows: int) -> int:
     return chunk_rows or max(_rows_within(CHUNK_BYTES, weight), 1)
 
 
-def default_saved_rows(hidden: Tensor, weight: Tensor, count: int, *, in_order: bool) -> int:
-    """Of how many of `count` positions logits are saved, where the caller does not say: of as many
-    as the backward pass leaves memory for. in_order: as `Positions.in_order`."""
-    width, size = hidden.shape[1], hidden.element_size()
-    taken = CHUNK_BYTES + sum(m.numel() * size for m in (hidden, weight) if m.requires_grad)
+def default_saved_rows(hidden: Tensor, weight: Tensor, count: int, rows: Tensor | None) -> int:
+    """Of how many of `count` positions without filters logits are saved, where the caller does not
+    say: of as many as the backward pass leaves memory for. rows: the mask or list, if there is one.
+    """
     of_hidden, of_weight = hidden.requires_grad, weight.requires_grad
-    taken += 4 * width * min(count * of_hidden, weight.shape[0] * of_weight)
-    if not in_order:
-        taken += width * (size * count + 4 * hidden.shape[0] * of_hidden)
+    width, size = hidden.shape[1], hidden.element_size()
+    tiles = _Tiles.of(count, weight, 0, of_hidden=of_hidden, of_weight=of_weight, filtered=False)
+    taken = CHUNK_BYTES + sum(m.numel() * size for m in (hidden, weight) if m.requires_grad)
+    # Sums in fp32.
+    taken += 4 * width * tiles.rows if of_hidden else 0
+    taken += 4 * width * weight.shape[0] if of_weight and not tiles.by_columns else 0
+    if rows is not None:  # a copy of states, and of lists gradients in fp32
+        taken += width * tiles.rows * size
+        taken += 4 * hidden.numel() if of_hidden and rows.dtype != torch.bool else 0
+    if hidden.device.type == "cpu":  # copies in fp32, and no kernel for gradients
+        taken += CHUNK_BYTES
     return _rows_within(max(MEMORY_BYTES - taken, 0), weight)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Of the logits in a backward pass. by_columns: of all positions, else of all tokens."""
+
+    rows: int
+    columns: int
+    by_columns: bool
+
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        weight: Tensor,
+        chunk_rows: int,
+        *,
+        of_hidden: bool,
+        of_weight: bool,
+        filtered: bool,
+    ) -> _Tiles:
+        vocab_size, rows = weight.shape[0], chunk_size(weight, chunk_rows)
+        # A sum over tiles is of one gradient or the other. Survivors of filters are found among all
+        # tokens.
+        summed = count if of_hidden else 0, vocab_size if of_weight else 0
+        if filtered or count == 0 or summed[0] > summed[1]:
+            return cls(max(min(rows, count), 1), vocab_size, False)
+        elements = chunk_rows * vocab_size or CHUNK_BYTES // weight.element_size()
+        return cls(count, max(min(_evened(elements // count), vocab_size), 1), True)
 
 
 def _rows_within(size: int, weight: Tensor) -> int:
@@ -97,44 +135,44 @@ def hidden_gradients(
     *,
     of_hidden: bool,
     of_weight: bool,
+    selected: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of hidden states and weight, empty where they are not wanted.
 
     weight: at least vocab_size rows, of which the others have no gradient. saved: the logits of the
-    first positions. What is summed over tiles, or over positions that share a hidden state, is
-    summed in fp32.
+    first positions. selected: whether there may be positions without a row. What is summed over
+    tiles, or over positions that share a hidden state, is summed in fp32.
     """
     count, device = positions.rows.shape[0], hidden.device
-    rows_at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
-    columns_at_once = max(vocab_size, 1)
-    # Survivors of filters are found among all of a row.
-    by_columns = forward.num_kept is None and count > 0
-    by_columns &= (count if of_hidden else 0) <= (vocab_size if of_weight else 0)
-    if by_columns:
-        elements = chunk_rows * vocab_size or CHUNK_BYTES // hidden.element_size()
-        columns_at_once = min(max(_evened(elements // count), 1), vocab_size)
-        rows_at_once = count
-    buffer = hidden.new_empty(rows_at_once * columns_at_once)
-
-    hidden_gradient = weight_gradient = hidden.new_empty(0)
+    filtered = forward.num_kept is not None
+    tiles = _Tiles.of(
+        count, weight[:vocab_size], chunk_rows,
+        of_hidden=of_hidden, of_weight=of_weight, filtered=filtered,
+    )  # fmt: skip
+    buffer = hidden.new_empty(tiles.rows * tiles.columns)
+    hidden_gradient = weight_gradient = sums = hidden.new_empty(0)
     if of_hidden:
         dtype = hidden.dtype if positions.in_order else torch.float32
         hidden_gradient = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        sums = torch.empty(tiles.rows, hidden.shape[1], dtype=torch.float32, device=device)
     if of_weight:
-        dtype = weight.dtype if by_columns else torch.float32
+        dtype = weight.dtype if tiles.by_columns else torch.float32
         weight_gradient = torch.empty(weight.shape, dtype=dtype, device=device)
-        weight_gradient[vocab_size if by_columns else 0 :] = 0.0
+        weight_gradient[vocab_size if tiles.by_columns else 0 :] = 0.0
 
-    for part in _parts(count, rows_at_once):
+    for part in _parts(count, tiles.rows):
         chunk = positions.chunk(part)
         states = chunk.logits(hidden, part)
+        if selected and of_weight:
+            # What nobody asked for may hold anything, and 0 times NaN is no 0.
+            states = states.masked_fill(chunk.rows.unsqueeze(1) < 0, 0.0)
         known = saved[part], chunk, upstream.chunk(part), forward.chunk(part)
-        of_states = torch.zeros_like(states if of_hidden else states[:0], dtype=torch.float32)
-        for columns in _parts(vocab_size, columns_at_once):
+        of_states = sums[: states.shape[0]].zero_()
+        for columns in _parts(vocab_size, tiles.columns):
             width = columns.stop - columns.start
             tile = buffer[: states.shape[0] * width].view(states.shape[0], width)
             _write_tile(tile, states, weight[columns], columns, *known, module)
-            if of_weight and by_columns:
+            if of_weight and tiles.by_columns:
                 torch.mm(tile.t(), states, out=weight_gradient[columns])
             elif of_weight:
                 _add_product(weight_gradient[columns], tile.t(), states)
@@ -183,14 +221,15 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in fp32 whatever the operands' dtype."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
-    elif not left.is_cuda:
-        total.addmm_(left.float(), right.float())
-    elif _adds_to_fp32(left.device, left.dtype):
+    elif left.is_cuda and _adds_to_fp32(left.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        # Through a product of its own, of a part of the rows at a time.
-        for rows in _parts(total.shape[0], max(CHUNK_BYTES // max(4 * total.shape[1], 1), 1)):
+    elif left.is_cuda:
+        # Through a product of its own, of some rows at a time.
+        for rows in _parts(total.shape[0], max(_APART // max(total.shape[1], 1), 1)):
             total[rows] += torch.mm(left[rows], right, out_dtype=torch.float32)
+    else:
+        for inner in _parts(left.shape[1], max(_APART // max(sum(total.shape), 1), 1)):
+            total.addmm_(left[:, inner].float(), right[inner].float())
 
 
 @functools.cache

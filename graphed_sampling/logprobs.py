@@ -16,10 +16,11 @@ from torch import Tensor
 from graphed_sampling import backends, checks, lm_head, positions
 from graphed_sampling.packing import active_features
 from graphed_sampling.params import SamplingParams, UnsupportedFeatureError
-from graphed_sampling.wishes import MAX_TOP_N, in_order_of
+from graphed_sampling.wishes import MAX_TOP_N
 
 FILTERS: Final = frozenset({"top_k", "top_p", "min_p"})
 """What processed logprobs of given tokens take into account, beside the temperature."""
+_MOST_ROWS: Final = 2**31
 _REPORTS: Final = frozenset(
     {"logprobs", "logprobs_mode", "logprob_token_ids", "rank", "max_tokens", "stop_token_ids"}
 ) | {"ignore_eos", "seed"}
@@ -156,34 +157,35 @@ def linear_logprobs(
     chunk_rows: int = 0,
     saved_rows: int = -1,
 ) -> PromptLogprobs:
-    """`prompt_logprobs` of the logits hidden @ weight.T, which are never there all at once.
+    """`prompt_logprobs` of the logits hidden @ weight.T, of which few need be there at once.
 
     hidden: [n, h] fp32, bf16 or fp16; weight: [>= vocab_size, h] of the same dtype and device.
-    chunk_rows: how many positions' logits exist at a time, 0 for as many as take 256 MB. Logits are
-        rounded to the dtype of hidden, and their bits may depend on chunk_rows, as those of a
-        matrix product do on its shape.
+    chunk_rows: how many positions' logits exist at a time beside those that are saved, 0 for as
+        many as take 256 MB. Logits are rounded to the dtype of hidden, and their bits may depend on
+        chunk_rows and saved_rows, as those of a matrix product do on its shape.
     saved_rows: of how many positions, the first ones, the logits are saved for the backward pass,
-        which works out the others anew. -1: where hidden or weight require a gradient, and
-        chunk_rows is 0, as many as leave both passes, gradients included, below 2 GB; else 0.
-    Gradients with respect to hidden and weight; what is summed over parts of the logits is summed
-    in fp32. Other arguments, results and errors: as of `prompt_logprobs`.
+        which works out the others anew. -1: where hidden or weight require a gradient, chunk_rows
+        is 0 and no position has filters, as many as leave both passes, gradients included, below
+        2 GB; else 0.
+    Gradients with respect to hidden and weight. Those of logits are rounded to the dtype of hidden;
+    what is summed over parts of the logits is summed in fp32. Other arguments, results and errors:
+    as of `prompt_logprobs`.
     """
     _check_tensors(hidden=hidden, weight=weight, next_token_ids=next_token_ids)
     _check_tensors(rows=rows, num_rows=num_rows, given_ids=given_ids)
     vocab_size = checks.check_count("vocab_size", vocab_size, -1)
     top_n = checks.check_count("top_n", top_n, 0, MAX_TOP_N)
-    chunk_rows = checks.check_count("chunk_rows", chunk_rows, 0)
-    saved_rows = checks.check_count("saved_rows", saved_rows, -1)
+    chunk_rows = checks.check_count("chunk_rows", chunk_rows, 0, _MOST_ROWS)
+    saved_rows = checks.check_count("saved_rows", saved_rows, -1, _MOST_ROWS)
     backends.check_name(backend)
     size = checks.check_linear(hidden, weight, vocab_size, chunk_rows)
+    checks.check_vector("next_token_ids", next_token_ids, next_token_ids.numel(), torch.int64)
     filters = {} if params is None else _filter_tensors(params, next_token_ids, size)
     if saved_rows == -1:
         differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         saved_rows = 0
-        if differentiable and chunk_rows == 0:
-            saved_rows = lm_head.default_saved_rows(
-                hidden, weight, next_token_ids.shape[0], in_order=in_order_of(rows)
-            )
+        if differentiable and chunk_rows == 0 and not FILTERS & filters.keys():
+            saved_rows = lm_head.default_saved_rows(hidden, weight, next_token_ids.shape[0], rows)
     *told, _saved = torch.ops.graphed_sampling.linear_logprobs(
         hidden, weight, next_token_ids, rows, num_rows, given_ids, top_n=top_n, rank=rank,
         entropy=entropy, vocab_size=vocab_size, backend=backend, chunk_rows=chunk_rows,

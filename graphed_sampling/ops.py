@@ -108,7 +108,7 @@ _FORWARD: Final = (
 _LIBRARY.define(f"prompt_logprobs_backward(Tensor logits, {_FORWARD}) -> Tensor")
 _LIBRARY.define(
     f"linear_logprobs(Tensor hidden, Tensor weight, Tensor next_token_ids, {_WISHES}, "
-    "int chunk_rows=0, int saved_rows=0) -> (Tensor logprobs, Tensor given_logprobs, "
+    "int chunk_rows=0, SymInt saved_rows=0) -> (Tensor logprobs, Tensor given_logprobs, "
     "Tensor top_logprobs, Tensor entropies, Tensor top_token_ids, Tensor ranks, Tensor num_kept, "
     "Tensor flags, Tensor normalisers, Tensor saved)"
 )
@@ -616,10 +616,11 @@ def _linear_logprobs_backward(
     *asked_of, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
     with _undisturbed(hidden):
         asked = _of_backward(hidden, vocab_size, *asked_of)
+        rows = asked_of[6]
         module = positions.scoring_module(backend, hidden.device)
         return lm_head.hidden_gradients(
             hidden, weight, saved, *asked, vocab_size, module, chunk_rows,
-            of_hidden=of_hidden, of_weight=of_weight,
+            of_hidden=of_hidden, of_weight=of_weight, selected=rows is not None,
         )  # fmt: skip
 
 

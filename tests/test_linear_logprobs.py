@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphed_sampling import (
@@ -62,7 +63,7 @@ def test_the_rows_asked_for_alone() -> None:
     mask = torch.arange(N) % 2 == 0
     masked = linear_logprobs(hidden, weight, tokens, rows=mask, rank=True, chunk_rows=4)
     assert masked.logprobs[~mask].isnan().all() and not masked.ranks[~mask].any()
-    assert torch.allclose(masked.logprobs[mask], whole.logprobs[mask], atol=2e-5)
+    assert torch.allclose(masked.logprobs[mask], whole.logprobs[mask], atol=2e-5, equal_nan=True)
     rows = torch.tensor([5, 2, -1, 5, 7])
     listed = linear_logprobs(
         hidden, weight, tokens[rows], rows=rows, num_rows=torch.tensor([4], dtype=torch.int32),
@@ -70,6 +71,32 @@ def test_the_rows_asked_for_alone() -> None:
     )  # fmt: skip
     assert listed.logprobs.isnan().tolist() == [False, False, True, False, True]
     assert torch.allclose(listed.logprobs[[0, 1, 3]], whole.logprobs[[5, 2, 5]], atol=2e-5)
+
+
+@pytest.mark.parametrize("leaves", ["hw", "w"])
+@pytest.mark.parametrize("saved_rows", [0, 3])
+@pytest.mark.parametrize("way", ["mask", "list", "slack"])
+def test_what_nobody_asked_for_may_hold_anything(way: str, saved_rows: int, leaves: str) -> None:
+    hidden, weight, tokens = inputs()
+    asked = torch.tensor([2, 5, 7])
+    exact = [hidden[asked].requires_grad_(), weight.clone().requires_grad_()]
+    linear_logprobs(*exact, tokens[asked]).logprobs.sum().backward()
+    unasked = torch.ones(N, dtype=torch.bool).index_fill(0, asked, False)
+    hidden[unasked] = math.nan
+    rows = torch.tensor([2, 5, 7, -1, -1]) if way == "list" else torch.tensor([2, 5, 7, 0, 1])
+    options: dict[str, Any] = {"rows": rows, "saved_rows": saved_rows, "chunk_rows": 2}
+    if way == "mask":
+        options["rows"] = ~unasked
+    elif way == "slack":
+        options["num_rows"] = torch.tensor([3], dtype=torch.int32)
+    hidden.requires_grad_("h" in leaves)
+    weight.requires_grad_()
+    got = linear_logprobs(hidden, weight, tokens if way == "mask" else tokens[rows], **options)
+    got.logprobs.nansum().backward()
+    assert torch.allclose(weight.grad, exact[1].grad, atol=1e-5)
+    if "h" in leaves:
+        assert torch.allclose(hidden.grad[asked], exact[0].grad, atol=1e-5)
+        assert not hidden.grad[unasked].any()
 
 
 def test_a_padded_vocabulary_counts_for_nothing() -> None:
@@ -111,10 +138,11 @@ class LargestTensor(Noted):
                 self.numel = max(self.numel, value.numel())
 
 
-def test_never_all_logits_forward_or_backward() -> None:
+@pytest.mark.parametrize("repeats", [3, 8])  # fewer positions than tokens, and more
+def test_never_all_logits_forward_or_backward(repeats: int) -> None:
     hidden, weight, tokens = inputs()
-    hidden, weight = hidden.repeat(8, 1).requires_grad_(), weight.requires_grad_()
-    tokens = tokens.repeat(8)
+    hidden, weight = hidden.repeat(repeats, 1).requires_grad_(), weight.requires_grad_()
+    tokens = tokens.repeat(repeats)
     with LargestTensor() as largest:
         got = linear_logprobs(hidden, weight, tokens, entropy=True, chunk_rows=4, backend="torch")
         (got.logprobs.sum() + got.entropies.sum()).backward()
@@ -177,17 +205,18 @@ def test_saved_logits_change_no_gradient_and_are_not_worked_out_again(
 
 
 @pytest.mark.parametrize(
-    ("leaves", "in_order", "listed"),
+    ("leaves", "all_of_them", "masked", "listed"),
     # 280 bytes a row, in what 3608 bytes leave beside gradients (264, 1680), the sum in fp32 (264,
-    # 264, 0), and in a list the gathered hidden states (264) and their gradients in fp32 (264).
-    [("hw", 5, 3), ("h", 11, 10), ("w", 6, 5)],
+    # or 96 of a chunk), a copy of those hidden states where not all are asked for, and of a list
+    # their gradients in fp32 (264).
+    [("hw", 5, 4, 3), ("h", 11, 11, 10), ("w", 6, 5, 5)],
 )  # fmt: skip
 def test_logits_are_saved_where_a_gradient_may_come(
-    leaves: str, in_order: int, listed: int, monkeypatch: pytest.MonkeyPatch
+    leaves: str, all_of_them: int, masked: int, listed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight, tokens = inputs()
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 4 * 4 * V)
-    monkeypatch.setattr(lm_head, "MEMORY_BYTES", 1120 + 3608)
+    monkeypatch.setattr(lm_head, "MEMORY_BYTES", 2 * 1120 + 3608)
     rows = torch.arange(N)
 
     def saved(**options: Any) -> int:
@@ -198,8 +227,9 @@ def test_logits_are_saved_where_a_gradient_may_come(
     assert saved() == 0 and saved(saved_rows=3) == 3
     hidden.requires_grad_("h" in leaves)
     weight.requires_grad_("w" in leaves)
-    assert saved() == in_order and saved(rows=rows >= 0) == in_order
-    assert saved(rows=rows) == listed
+    assert saved() == all_of_them == saved(params=WARM)
+    assert saved(rows=rows >= 0) == masked and saved(rows=rows) == listed
+    assert saved(params=PROCESSED) == 0  # which takes other sums, and to sort
     assert saved(saved_rows=0) == 0 == saved(chunk_rows=2)
     assert saved(chunk_rows=2, saved_rows=20) == N
     with torch.no_grad():
@@ -208,32 +238,91 @@ def test_logits_are_saved_where_a_gradient_may_come(
     assert saved() == 0
 
 
+@pytest.mark.parametrize(
+    ("count", "of_hidden", "of_weight", "filtered", "by_columns"),
+    [
+        (V, True, True, False, True),
+        (V + 1, True, True, False, False),
+        (V + 1, False, True, False, True),
+        (1, True, False, False, False),
+        (1, True, True, True, False),
+    ],
+)
+def test_the_smaller_gradient_is_summed(
+    count: int, of_hidden: bool, of_weight: bool, filtered: bool, by_columns: bool
+) -> None:
+    """Tiles of all positions sum those of hidden states, tiles of all tokens the weight's."""
+    tiles = lm_head._Tiles.of(
+        count, torch.zeros(V, H), 2, of_hidden=of_hidden, of_weight=of_weight, filtered=filtered
+    )
+    assert tiles.by_columns == by_columns
+    assert (tiles.rows == count) if by_columns else (tiles.columns == V)
+    assert tiles.rows * tiles.columns <= 2 * V
+
+
 def exact_loss(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, upstream: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    upstream: Tensor,
+    temperature: float,
+    top_k: int = 0,
 ) -> Tensor:
-    log_p = (hidden @ weight.t() / temperature).log_softmax(1)
-    entropy = -(log_p.exp() * log_p).sum(1)
+    z = hidden @ weight.t() / temperature
+    if top_k > 0:
+        z = z.masked_fill(z < z.topk(top_k, 1).values[:, -1:], -math.inf)
+    log_p = z.log_softmax(1)
+    p = log_p.exp()
+    entropy = -(p * log_p.where(p > 0, 0.0)).sum(1)
     return log_p.gather(1, tokens[:, None])[:, 0] @ upstream[0] + entropy @ upstream[1]
 
 
+@pytest.mark.parametrize("vocab", [V, N - 2])  # more tokens than positions, and fewer
+@pytest.mark.parametrize("chunk_rows", [0, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("params", [None, WARM], ids=["raw", "warm"])
+@pytest.mark.parametrize("params", [None, WARM, PROCESSED], ids=["raw", "warm", "filtered"])
 def test_gradients_equal_torch_s_in_float64(
-    params: SamplingParams | None, dtype: torch.dtype
+    params: SamplingParams | None, dtype: torch.dtype, chunk_rows: int, vocab: int
 ) -> None:
-    hidden, weight, tokens = inputs(dtype)
+    hidden, weight, tokens = inputs(dtype, vocab)
+    temperature, top_k = 1.0, 0
+    if params is not None:
+        temperature, top_k = params.temperature, min(params.top_k, vocab)
+    tokens = tokens % vocab
+    if top_k > 0:
+        if dtype != torch.float32:
+            pytest.skip("rounded logits have other survivors")
+        tokens = (hidden.double() @ weight.double().t()).topk(3, 1).indices[:, 2]
     upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(3))
     exact = [t.double().requires_grad_() for t in (hidden, weight)]
-    temperature = 1.0 if params is None else params.temperature
-    exact_loss(exact[0], exact[1], tokens, upstream.double(), temperature).backward()
+    exact_loss(exact[0], exact[1], tokens, upstream.double(), temperature, top_k).backward()
     ours = [t.clone().requires_grad_() for t in (hidden, weight)]
-    got = linear_logprobs(ours[0], ours[1], tokens, params=params, entropy=True, chunk_rows=4)
+    got = linear_logprobs(
+        ours[0], ours[1], tokens, params=params, entropy=True, chunk_rows=chunk_rows
+    )
     (got.logprobs @ upstream[0] + got.entropies @ upstream[1]).backward()
     # Logits are rounded to the dtype, of which a gradient of size 1 takes so much.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.015}[dtype]
     for a, b in zip(ours, exact, strict=True):
         assert a.grad is not None and b.grad is not None and a.grad.dtype == dtype
         assert torch.allclose(a.grad.double(), b.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_a_weight_of_many_positions_has_its_gradient_in_fp32() -> None:
+    """More positions than tokens, so that it is a sum over chunks of them."""
+    torch.manual_seed(0)
+    count, vocab = 4096, 8
+    hidden = (1 + torch.randn(count, 4) / 8).bfloat16()
+    weight = torch.randn(vocab, 4).bfloat16().requires_grad_()
+    tokens = torch.zeros(count, dtype=torch.int64)
+    wide = weight.detach().double().requires_grad_()
+    (hidden.double() @ wide.t()).log_softmax(1)[:, 0].sum().backward()
+    linear_logprobs(hidden, weight, tokens, chunk_rows=8).logprobs.sum().backward()
+    hidden.requires_grad_()
+    both = linear_logprobs(hidden, weight, tokens, chunk_rows=8).logprobs.sum()
+    for gradient in (weight.grad, torch.autograd.grad(both, weight)[0]):
+        worst = (gradient.double() - wide.grad).abs().max() / wide.grad.abs().max()
+        assert worst < 0.005  # a gradient's own rounding, and that of the logits
 
 
 def test_gradients_of_rows_in_a_list_add_up() -> None:
@@ -291,6 +380,30 @@ def test_opcheck_and_compiled_in_full() -> None:
     assert torch.allclose(compiled(hidden, weight), loss(hidden, weight))
 
 
+def test_compiled_once_for_any_number_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the number of rows that are saved depends on it."""
+    monkeypatch.setattr(lm_head, "MEMORY_BYTES", 10**6)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 2**16)
+
+    def loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+        return linear_logprobs(hidden, weight, tokens, backend="torch").logprobs.sum()
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    weight = torch.randn(30, 16, requires_grad=True)
+    for count in range(100, 3100, 300):
+        hidden = torch.randn(count, 16, requires_grad=True)
+        tokens = torch.randint(30, (count,))
+        gradients = [
+            torch.autograd.grad(f(hidden, weight, tokens), (hidden, weight))
+            for f in (compiled, loss)
+        ]
+        for a, b in zip(*gradients, strict=True):
+            assert torch.allclose(a, b, atol=1e-4)
+    assert counter.frame_count <= 3
+
+
 def test_no_second_derivative() -> None:
     hidden, weight, tokens = inputs()
     weight.requires_grad_()
@@ -315,6 +428,12 @@ def test_no_second_derivative() -> None:
         ("chunk_rows = True is not accepted", {"chunk_rows": True}),
         ("saved_rows = -2 is not accepted", {"saved_rows": -2}),
         ("saved_rows = 0.0 is not accepted", {"saved_rows": 0.0}),
+        (f"saved_rows = {2**63} is not accepted", {"saved_rows": 2**63}),
+        (f"chunk_rows = {2**63} is not accepted", {"chunk_rows": 2**63}),
+        (
+            r"next_token_ids is torch.int64 \[\]",
+            {"next_token_ids": torch.tensor(3), "hidden": torch.zeros(N, H, requires_grad=True)},
+        ),
         (r"weight is torch.float32 \[\]", {"weight": torch.tensor(1.0, requires_grad=True)}),
         ("top_n = 1.0", {"top_n": 1.0}),
         ("backend = None is not known", {"backend": None}),
