@@ -21,6 +21,7 @@ from graphed_sampling.wishes import MAX_TOP_N
 FILTERS: Final = frozenset({"top_k", "top_p", "min_p"})
 """What processed logprobs of given tokens take into account, beside the temperature."""
 _MOST_ROWS: Final = 2**31
+"""That may be asked for at a time, or to be saved."""
 _REPORTS: Final = frozenset(
     {"logprobs", "logprobs_mode", "logprob_token_ids", "rank", "max_tokens", "stop_token_ids"}
 ) | {"ignore_eos", "seed"}
@@ -179,13 +180,12 @@ def linear_logprobs(
     saved_rows = checks.check_count("saved_rows", saved_rows, -1, _MOST_ROWS)
     backends.check_name(backend)
     size = checks.check_linear(hidden, weight, vocab_size, chunk_rows)
-    checks.check_vector("next_token_ids", next_token_ids, next_token_ids.numel(), torch.int64)
     filters = {} if params is None else _filter_tensors(params, next_token_ids, size)
     if saved_rows == -1:
         differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         saved_rows = 0
         if differentiable and chunk_rows == 0 and not FILTERS & filters.keys():
-            saved_rows = lm_head.default_saved_rows(hidden, weight, next_token_ids.shape[0], rows)
+            saved_rows = lm_head.default_saved_rows(hidden, weight, next_token_ids.numel(), rows)
     *told, _saved = torch.ops.graphed_sampling.linear_logprobs(
         hidden, weight, next_token_ids, rows, num_rows, given_ids, top_n=top_n, rank=rank,
         entropy=entropy, vocab_size=vocab_size, backend=backend, chunk_rows=chunk_rows,

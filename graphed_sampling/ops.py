@@ -613,10 +613,12 @@ def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
 def _linear_logprobs_backward(
     hidden: Tensor, weight: Tensor, saved: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    *asked_of, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
+    *before, rows, num_rows, temperature, processed, num_kept = arguments[:-5]
+    vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments[-5:]
     with _undisturbed(hidden):
-        asked = _of_backward(hidden, vocab_size, *asked_of)
-        rows = asked_of[6]
+        asked = _of_backward(
+            hidden, vocab_size, *before, rows, num_rows, temperature, processed, num_kept
+        )
         module = positions.scoring_module(backend, hidden.device)
         return lm_head.hidden_gradients(
             hidden, weight, saved, *asked, vocab_size, module, chunk_rows,

@@ -7,6 +7,7 @@ import runpy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from graphed_sampling import (
     backends,
     new_prompt_output,
     next_token_ids,
+    positions,
     prompt_logprobs,
 )
+from graphed_sampling.backends.position_records import Forward, Positions, Upstream
 from graphed_sampling.reference import sample_row, score_row
 
 OPS = torch.ops.graphed_sampling
@@ -620,6 +623,46 @@ def test_gradients_equal_torch_s_in_float64(
         spacing *= 2  # Triton's interpreter cuts off where GPUs round
     difference = (logits.grad.cpu().double() - exact.grad).abs()
     assert (difference <= 2e-6 + spacing * exact.grad.abs()).all(), difference.max()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_parts_of_a_vocabulary_have_the_gradients_of_all_of_it(
+    pair: BackendDevice, listed: bool
+) -> None:
+    """As shards and tiles have them: other parts' tokens count for a part's, but lie elsewhere."""
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(4, V, generator=generator)
+    logits[1, 3] = -INF
+    log_p = logits.log_softmax(1)
+    rows = torch.tensor([2, 0, -1, 1, 2]) if listed else torch.tensor([0, 1, -1, 3])
+    ids = torch.randint(V, (len(rows), 4), generator=generator)
+    ids[0, 0], ids[1, 1], ids[3, 2] = 0, -1, V - 1
+    if listed:
+        ids[3, 0] = 3  # whose logprob is -inf
+    of = log_p[rows.clamp(min=0)]
+    largest = logits.amax(1)[rows.clamp(min=0)]
+    entropies = -(of.exp() * of.where(of > -INF, 0.0)).sum(1)
+    normalisers = torch.stack([largest, logits.logsumexp(1)[rows.clamp(min=0)] - largest], 1)
+    told = [
+        ids, of.gather(1, ids.clamp(min=0)), torch.randn(ids.shape, generator=generator),
+        torch.randn(len(rows), generator=generator),
+    ]  # fmt: skip
+    upstream = Upstream.of(*(t.to(pair.device) for t in told))
+    forward = Forward(normalisers.to(pair.device), entropies.to(pair.device), None)
+    rows, ids, logits = (t.to(pair.device) for t in (rows, ids, logits))
+    chosen = Positions(rows, not listed, ids[:, 0], ids[:, :0], None, None)
+    module = positions.scoring_module(pair.backend, pair.device)
+
+    def gradients(first: int, end: int) -> Tensor:
+        part = logits[:, first:end]
+        own = upstream.of_tokens_from(first)
+        return positions.logit_gradients(part, chosen, own, forward, end - first, module)
+
+    whole = gradients(0, V)
+    assert whole.abs().amax(1).min() == 0 < whole.abs().max()  # a row nobody asked for
+    bounds = [0, 0, 1, 5, V // 2, V]
+    parts = torch.cat([gradients(*some) for some in pairwise(bounds)], 1)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_gradcheck(pair: BackendDevice) -> None:

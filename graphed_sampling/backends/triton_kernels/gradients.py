@@ -38,10 +38,9 @@ def differentiate(
         logits_row = tl.multiple_of(logits_row, 16)
     largest = tl.load(normalisers + 2 * index)
     there = (tl.load(rows + index) >= 0) & (largest > NEG_INF) & (largest < INF)
-    # Asked for before it is known whether there is a row.
-    x = _tile(logits_row, first, vocab).to(tl.float32)
     gradient = tl.zeros([TILE], tl.float32)
     if there:
+        x = _tile(logits_row, first, vocab).to(tl.float32)
         log_p = x - largest
         scale = tl.full((), 1.0, tl.float32)
         if SCALED:
