@@ -613,12 +613,10 @@ def _prompt_logprobs_backward(logits: Tensor, *arguments: Any) -> Tensor:
 def _linear_logprobs_backward(
     hidden: Tensor, weight: Tensor, saved: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    *before, rows, num_rows, temperature, processed, num_kept = arguments[:-5]
-    vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments[-5:]
+    *told, vocab_size, backend, chunk_rows, of_hidden, of_weight = arguments
+    rows = told[6]
     with _undisturbed(hidden):
-        asked = _of_backward(
-            hidden, vocab_size, *before, rows, num_rows, temperature, processed, num_kept
-        )
+        asked = _of_backward(hidden, vocab_size, *told)
         module = positions.scoring_module(backend, hidden.device)
         return lm_head.hidden_gradients(
             hidden, weight, saved, *asked, vocab_size, module, chunk_rows,
