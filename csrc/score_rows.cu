@@ -49,9 +49,29 @@ __device__ inline void store_position(int32_t* out, float largest, double log, f
 
 static_assert(kPositionLists == kOutputLists);
 
+// The position's row: -1 for none.
+__device__ inline int64_t row_of(const ScoreArguments& a, int index) {
+  if (a.rows_kind == RowsKind::kAll) return index;
+  if (a.rows_kind == RowsKind::kMask) {
+    return static_cast<const uint8_t*>(a.rows)[index] != 0 ? index : -1;
+  }
+  const int64_t row = static_cast<const int64_t*>(a.rows)[index];
+  const bool counts = a.num_rows == nullptr || index < *a.num_rows;
+  return counts && row >= 0 && row < a.logits_rows ? row : -1;
+}
+
+// A token that is asked about: -1 for none.
+__device__ inline int accepted(const ScoreArguments& a, int64_t id) {
+  return id >= 0 && id < a.layout.vocab_size ? static_cast<int>(id) : -1;
+}
+
+__device__ inline int given_id(const ScoreArguments& a, int index, int i) {
+  return accepted(a, a.given_ids[int64_t{index} * a.layout.max_logprob_ids + i]);
+}
+
 // From a row's statistics to its record.
 template <class Logits>
-__device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64_t token,
+__device__ __noinline__ void score_row(const ScoreArguments& a, int index, int token,
                                        int32_t* out) {
   Shared& shared = the_shared();
   Task& task = shared.task;
@@ -87,10 +107,10 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
 
   clear_lists(layout, out, 0, layout.max_logprobs, threads_of_block());
   for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
-    const int64_t given = a.given_ids[int64_t{index} * layout.max_logprob_ids + i];
+    const int given = given_id(a, index, i);
     if (given < 0) continue;
-    const float x = load_logit<Logits>(row, static_cast<int>(given));
-    const float logprob = normaliser.logprob(x, x, static_cast<int>(given));
+    const float x = load_logit<Logits>(row, given);
+    const float logprob = normaliser.logprob(x, x, given);
     out[layout.given_logprobs() + i] = __float_as_int(logprob);
   }
   if (layout.max_logprobs > 0) {
@@ -101,8 +121,8 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int64
   float logprob = nan_f32();
   int rank = 0;
   if (token >= 0) {
-    const float x = load_logit<Logits>(row, static_cast<int>(token));
-    logprob = normaliser.logprob(x, x, static_cast<int>(token));
+    const float x = load_logit<Logits>(row, token);
+    logprob = normaliser.logprob(x, x, token);
     if (a.rank) rank = report_rank<Logits>(shared, block, task.raw_row, task.at.maxima, x);
   }
   if (thread == 0) {
@@ -152,8 +172,8 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
     if (index < 0) continue;
     int32_t* out = a.output + int64_t{index} * a.layout.output_words();
     if (only_left && out[kPositionFlags] != kLeft) continue;
-    const int64_t at_row = a.rows[index];
-    const int64_t token = a.token_ids[index];
+    const int64_t at_row = row_of(a, index);
+    const int token = accepted(a, a.token_ids[index]);
     if (at_row < 0) {
       store_padding(a.layout, out, threads_of_block());
       continue;
@@ -340,12 +360,11 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
     return;
   }
   for (int i = lane; i < layout.max_logprob_ids; i += kWarp) {
-    const int64_t given = a.given_ids[int64_t{turn.index} * layout.max_logprob_ids + i];
+    const int given = given_id(a, turn.index, i);
     float logprob = nan_f32();
     if (given >= 0) {
-      const float of_given =
-          sanitised(Logits::value(load_bits<Logits>(source, static_cast<int>(given))));
-      logprob = normaliser.logprob(of_given, of_given, static_cast<int>(given));
+      const float of_given = sanitised(Logits::value(load_bits<Logits>(source, given)));
+      logprob = normaliser.logprob(of_given, of_given, given);
     }
     out[layout.given_logprobs() + i] = __float_as_int(logprob);
   }
@@ -378,8 +397,8 @@ __device__ __noinline__ void list_turns(const ScoreArguments& a, int64_t first_r
   const int index = round * gridDim.x < a.positions ? position_in_round(a, round) : -1;
   Turn turn = {index, -1, -1};
   if (index >= 0) {
-    turn.row = static_cast<int>(max(a.rows[index], int64_t{-1}));
-    turn.token = static_cast<int>(max(a.token_ids[index], int64_t{-1}));
+    turn.row = static_cast<int>(row_of(a, index));
+    turn.token = accepted(a, a.token_ids[index]);
     if (turn.row < 0) {
       store_padding(a.layout, a.output + int64_t{index} * a.layout.output_words(), {0, 1});
     }
@@ -414,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   constexpr Wishes kRaw = {false, false, true, false, false, false};
   // The first row, if it has logits, is asked for before the others are known.
   const int first_position = position_in_round(a, 0);
-  const int64_t early = first_position >= 0 ? a.rows[first_position] : -1;
+  const int early = first_position >= 0 ? static_cast<int>(row_of(a, first_position)) : -1;
   Set<Logits> sets[kSets] = {};
   if (early >= 0) load_tile(source_of(a, early), warp, lane, sets);
   // What a warp knows of rows lies in shared memory: its registers are for logits, and other memory

@@ -9,16 +9,21 @@
 
 namespace graphed_sampling {
 
+// Which rows of the logits positions are about.
+enum class RowsKind { kAll, kMask, kList };
+
 // Device memory, as `cuda_score_rows` in graphed_sampling/ops.py describes it; the logits' stride
 // in elements. scratch may be null where `score_rows_scratch_words` is 0.
 struct ScoreArguments {
   const void* logits;
   int64_t logits_rows, logits_stride;
   LogitsType logits_type;
-  const int64_t* rows;  // [positions], the row of each, negative for none
+  RowsKind rows_kind;
+  const void* rows;         // of a mask uint8_t [positions], of a list int64_t [positions]
+  const int32_t* num_rows;  // [1], how many of a list count; null for all
   int positions;
-  const int64_t* token_ids;  // [positions], negative for none
-  const int64_t* given_ids;  // [positions, layout.max_logprob_ids], negative for none
+  const int64_t* token_ids;  // [positions]
+  const int64_t* given_ids;  // [positions, layout.max_logprob_ids]
   int32_t* output;           // [positions, layout.output_words()], records of positions
   int32_t* scratch;
   bool rank, entropy;

@@ -1,7 +1,8 @@
 // From the tensors of the op to the arguments of its launcher, on every device. The op's caller has
-// checked shapes and ids; what could write to a stranger's memory is checked again.
+// checked shapes; what could write to a stranger's memory is checked again.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "sample_step_arguments.h"
@@ -19,7 +20,8 @@ inline const int64_t* int64_numbers(const Tensor& tensor, const char* name, int6
   return static_cast<const int64_t*>(tensor.const_data_ptr());
 }
 
-inline ScoreArguments score_arguments(const Tensor& logits, const Tensor& rows,
+inline ScoreArguments score_arguments(const Tensor& logits, const std::optional<Tensor>& rows,
+                                      const std::optional<Tensor>& num_rows,
                                       const Tensor& token_ids, const Tensor& given_ids,
                                       const Tensor& output, const Tensor& scratch,
                                       const std::vector<int64_t>& layout, bool rank, bool entropy) {
@@ -29,11 +31,25 @@ inline ScoreArguments score_arguments(const Tensor& logits, const Tensor& rows,
   a.logits = logits.const_data_ptr();
   a.logits_rows = logits.size(0);
   a.logits_stride = logits.size(0) > 1 ? logits.stride(0) : logits.size(1);
-  const int64_t positions = rows.numel();
+  const int64_t positions = rows.has_value() ? rows->numel() : logits.size(0);
   STD_TORCH_CHECK(positions >= 1 && positions < int64_t{1} << 31, "cuda_score_rows: there are ",
                   positions, " positions; it takes 1 to 2**31 - 1");
   a.positions = static_cast<int>(positions);
-  a.rows = int64_numbers(rows, "rows", positions, logits);
+  a.rows_kind = RowsKind::kAll;
+  if (rows.has_value() && rows->scalar_type() == ScalarType::Bool) {
+    check_place(*rows, "rows", logits);
+    STD_TORCH_CHECK(rows->is_contiguous() && positions == logits.size(0),
+                    "cuda_score_rows: a mask of rows must be contiguous, one of each");
+    a.rows_kind = RowsKind::kMask;
+    a.rows = rows->const_data_ptr();
+  } else if (rows.has_value()) {
+    a.rows_kind = RowsKind::kList;
+    a.rows = int64_numbers(*rows, "rows", positions, logits);
+  }
+  if (num_rows.has_value()) {
+    STD_TORCH_CHECK(a.rows_kind == RowsKind::kList, "cuda_score_rows: num_rows is of a list");
+    a.num_rows = int32_words(*num_rows, "num_rows", 1, logits);
+  }
   a.token_ids = int64_numbers(token_ids, "token_ids", positions, logits);
   a.given_ids = int64_numbers(given_ids, "given_ids", positions * a.layout.max_logprob_ids, logits);
   a.output = const_cast<int32_t*>(

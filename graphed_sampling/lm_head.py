@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphed_sampling.backends.position_records import Forward, Positions, Upstream
+from graphed_sampling.backends.position_records import Forward, Positions, Selection, Upstream
 from graphed_sampling.layout import TableLayout
 from graphed_sampling.positions import score_positions, write_gradients
 
@@ -106,10 +106,9 @@ def score_hidden(
     entropy: bool,
 ) -> None:
     """`score_positions` of the logits hidden @ weight.T, of which the first fill saved."""
-    count, num_saved = positions.rows.shape[0], saved.shape[0]
+    count, num_saved = positions.count, saved.shape[0]
     at_once = min(chunk_size(weight, chunk_rows), max(count, 1))
     buffer = saved.new_empty(min(at_once, count - num_saved), saved.shape[1])
-    place = torch.arange(max(at_once, num_saved), device=hidden.device)
     bounds = [0] if num_saved > 0 else []
     bounds += [*range(num_saved, count, at_once), count]
     for start, end in pairwise(bounds):
@@ -117,8 +116,8 @@ def score_hidden(
         chunk = positions.chunk(part)
         logits = saved[part] if start < num_saved else buffer[: end - start]
         torch.mm(chunk.logits(hidden, part), weight.t(), out=logits)
-        rows = place[: end - start].masked_fill(chunk.rows < 0, -1)
-        chunk = replace(chunk, rows=rows, in_order=True)
+        if not chunk.in_order:  # the buffer's rows are
+            chunk = replace(chunk, selection=Selection(end - start, chunk.rows >= 0))
         score_positions(logits, chunk, output[part], layout, module, rank=rank, entropy=entropy)
 
 
@@ -143,7 +142,7 @@ def hidden_gradients(
     first positions. selected: whether there may be positions without a row. What is summed over
     tiles, or over positions that share a hidden state, is summed in fp32.
     """
-    count, device = positions.rows.shape[0], hidden.device
+    count, device = positions.count, hidden.device
     filtered = forward.num_kept is not None
     tiles = _Tiles.of(
         count, weight[:vocab_size], chunk_rows,

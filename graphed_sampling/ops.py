@@ -33,7 +33,13 @@ from graphed_sampling import backends, lm_head, philox, positions
 from graphed_sampling._build_info import load_native
 from graphed_sampling.advance import apply_records
 from graphed_sampling.backends import flashinfer
-from graphed_sampling.backends.position_records import Forward, Positions, Upstream
+from graphed_sampling.backends.position_records import (
+    Forward,
+    Positions,
+    Selection,
+    Upstream,
+    accepted_ids,
+)
 from graphed_sampling.checks import (
     check_bitmask,
     check_device,
@@ -53,7 +59,7 @@ from graphed_sampling.layout import (
 from graphed_sampling.staging import DESCRIPTOR_WORDS, Target
 from graphed_sampling.stateless import Filters, neutral_params, write_params
 from graphed_sampling.statistics import group_stats_shape
-from graphed_sampling.wishes import Wishes, accepted_ids, in_order_of, row_of_each
+from graphed_sampling.wishes import Wishes
 
 _LIBRARY = torch.library.Library("graphed_sampling", "DEF")
 _LIBRARY.define(
@@ -117,8 +123,9 @@ _LIBRARY.define(
     "int chunk_rows, bool of_hidden, bool of_weight) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "cuda_score_rows(Tensor logits, Tensor rows, Tensor token_ids, Tensor given_ids, "
-    "Tensor(a!) output, Tensor(b!) scratch, int[] layout, bool rank, bool entropy) -> ()"
+    "cuda_score_rows(Tensor logits, Tensor? rows, Tensor? num_rows, Tensor token_ids, "
+    "Tensor given_ids, Tensor(a!) output, Tensor(b!) scratch, int[] layout, bool rank, "
+    "bool entropy) -> ()"
 )
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
@@ -590,12 +597,12 @@ def _of_backward(
         filters = Filters(temperature, off.int(), off + 1.0, off).clamped(vocab_size)
     return (
         Positions(
-            rows=row_of_each(matrix, rows, num_rows),
-            in_order=in_order_of(rows),
-            token_ids=ids[:, 0],
-            given_ids=ids[:, 1:],
-            filters=filters,
-            processed=processed,
+            Selection(matrix.shape[0], rows, num_rows),
+            ids[:, 0],
+            ids[:, 1:],
+            vocab_size,
+            filters,
+            processed,
         ),
         Upstream.of(accepted_ids(ids, vocab_size), logprobs, gradients, entropy_gradients),
         Forward(normalisers, entropies, num_kept),

@@ -82,12 +82,12 @@ def score_positions(
     entropy: bool,
 ) -> None:
     """Fill output, int32 [m, layout.output_words], records of `PositionRecord`."""
-    if positions.rows.shape[0] == 0:
+    if positions.count == 0:
         return
     if positions.filters is None or positions.processed is not None:
         raw = replace(positions, filters=None, processed=None)
         if positions.processed is not None and positions.filters is not None:
-            raw = replace(raw, rows=raw.rows.masked_fill(positions.processed, -1))
+            raw = raw.without(positions.processed)
         module.score_rows(logits, raw, output, layout, rank=rank, entropy=entropy)
     else:
         write_nothing(output, layout)
@@ -107,7 +107,7 @@ def score_by_step(
 ) -> None:
     """The records of processed rows, by the backend's own sampling step. Other rows' records stay
     as they are."""
-    count, vocab_size = positions.rows.shape[0], layout.vocab_size
+    count, vocab_size = positions.count, layout.vocab_size
     step_layout = TableLayout(
         vocab_size, 1, max(layout.max_logprobs, 1), 0, 0, 0, 0, 1 + layout.max_logprob_ids, 0
     )
@@ -153,7 +153,7 @@ class _Step:
         self, logits: Tensor, chunk: Positions, chosen: Tensor, *, rank: bool, entropy: bool
     ) -> PositionColumns:
         layout, rows, device = self.layout, logits.shape[0], logits.device
-        ids = torch.cat([chunk.token_ids.unsqueeze(1), chunk.given_ids], 1)
+        ids = torch.cat([chunk.accepted_token_ids.unsqueeze(1), chunk.accepted_given_ids], 1)
         filters = chunk.filters
         assert filters is not None
         write_params(self.params, filters, ParamFlags.LOGPROBS | ParamFlags.PROCESSED)
@@ -194,7 +194,7 @@ class _Step:
         largest = largest.masked_fill((best[:, 0] < 0) | empty, -math.inf)
         ranks = torch.zeros_like(num_kept)
         if rank:
-            ranks = self._ranks(logits, chunk.token_ids, infinite, empty)
+            ranks = self._ranks(logits, chunk.accepted_token_ids, infinite, empty)
         entropies = torch.full_like(largest, math.nan)
         if entropy:
             entropies = self._entropies(logits, filters, largest, num_kept)
@@ -266,7 +266,7 @@ def logit_gradients(
     if positions.in_order:
         write_gradients(result, logits, positions, upstream, forward, vocab_size, module)
         return result
-    count = positions.rows.shape[0]
+    count = positions.count
     at_once = _rows_at_once(forward, logits.shape[1])
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
@@ -297,7 +297,7 @@ def write_gradients(
         scale = _inverse_temperatures(positions)
         by_kernel.gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size)
         return
-    count = positions.rows.shape[0]
+    count = positions.count
     at_once = _rows_at_once(forward, vocab_size)
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))

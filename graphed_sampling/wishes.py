@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphed_sampling.backends.position_records import Positions
+from graphed_sampling.backends.position_records import Positions, Selection
 from graphed_sampling.checks import check_count, check_device, check_vector, check_vocab_size
 from graphed_sampling.layout import TableLayout
 from graphed_sampling.positions import position_layout, scoring_module
@@ -109,21 +109,15 @@ class Wishes:
             _check_numbers("rows", rows[: max(int(num_rows), 0)], matrix.shape[0])
         elif rows is not None and rows.dtype != torch.bool:
             _check_numbers("rows", rows, matrix.shape[0])
-        row_of = row_of_each(matrix, rows, num_rows)
-        if is_on_cpu(row_of):
+        selection = Selection(matrix.shape[0], rows, num_rows)
+        positions = Positions(selection, next_token_ids, given_ids, size, filters, processed)
+        if is_on_cpu(next_token_ids):
             # What is not asked for may hold anything.
-            asked = row_of >= 0
+            asked = positions.rows >= 0
             _check_numbers("next_token_ids", next_token_ids[asked], size)
             _check_numbers("given_ids", given_ids[asked], size)
         return cls(
-            Positions(
-                rows=row_of,
-                in_order=in_order_of(rows),
-                token_ids=accepted_ids(next_token_ids, size),
-                given_ids=accepted_ids(given_ids, size),
-                filters=filters,
-                processed=processed,
-            ),
+            positions,
             position_layout(size, top_n, given_ids.shape[1]),
             module,
             rank,
@@ -152,29 +146,6 @@ def _check_num_rows(rows: Tensor | None, num_rows: Tensor | None, device: torch.
     if rows is None or rows.dtype == torch.bool:
         raise ValueError("num_rows is the length of a list of rows: rows must be torch.int64 [m]")
     check_vector("num_rows", num_rows, 1, torch.int32, device)
-
-
-def in_order_of(rows: Tensor | None) -> bool:
-    return rows is None or rows.dtype == torch.bool
-
-
-def row_of_each(logits: Tensor, rows: Tensor | None, num_rows: Tensor | None) -> Tensor:
-    """int64 [m]: the row of each position, -1 for none."""
-    count = _count_positions(logits, rows)
-    place = torch.arange(count, device=logits.device)
-    if rows is None:
-        return place
-    if rows.dtype == torch.bool:
-        return place.masked_fill(~rows, -1)
-    outside = (rows < 0) | (rows >= logits.shape[0])
-    if num_rows is not None:
-        outside |= place >= num_rows
-    return rows.masked_fill(outside, -1)
-
-
-def accepted_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """ids, -1 where there is none: negative, or on the device outside the vocabulary."""
-    return ids.masked_fill((ids < 0) | (ids >= vocab_size), -1)
 
 
 def is_on_cpu(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from graphed_sampling import (
     new_prompt_output,
 )
 from graphed_sampling.backends import cuda
+from graphed_sampling.backends.position_records import Positions, Selection
 from graphed_sampling.layout import (
     HEADER_WORDS,
     FinishReason,
@@ -175,7 +177,8 @@ class ScoreArguments:
     def __init__(self, pair: BackendDevice, vocab: int = 40, *, entropy: bool = False) -> None:
         layout = position_layout(vocab, 2, 1)
         self.logits = torch.zeros(3, vocab, device=pair.device)
-        self.rows = torch.tensor([0, 2], device=pair.device)
+        self.rows: torch.Tensor | None = torch.tensor([0, 2], device=pair.device)
+        self.num_rows: torch.Tensor | None = None
         self.token_ids = torch.tensor([1, 3], device=pair.device)
         self.given_ids = torch.tensor([[1], [3]], device=pair.device)
         self.output, self.scratch = (
@@ -197,6 +200,10 @@ class ScoreArguments:
         ("logits", lambda t: t.double(), "float32, bfloat16 or float16"),
         ("rows", lambda t: t.int(), "rows must be"),
         ("rows", lambda t: t[:0], "there are 0 positions"),
+        ("rows", lambda t: t > 0, "a mask of rows must be contiguous, one of each"),
+        ("rows", lambda _: None, "token_ids must be"),  # a position of each of three rows
+        ("num_rows", lambda _: torch.zeros(1, dtype=torch.int64), "num_rows must be"),
+        ("num_rows", lambda _: torch.zeros(0, dtype=torch.int32), "num_rows must be"),
         ("token_ids", lambda t: t[:1], "token_ids must be"),
         ("given_ids", lambda t: t[:1], "given_ids must be"),
         ("output", lambda t: t[:1], "output must be"),
@@ -210,9 +217,66 @@ def test_the_op_of_many_positions_checks_what_it_is_given(
 ) -> None:
     arguments = ScoreArguments(pair)
     arguments.run()
-    setattr(arguments, name, change(getattr(arguments, name)))
+    changed = change(getattr(arguments, name))
+    if isinstance(changed, torch.Tensor):
+        changed = changed.to(pair.device)
+    setattr(arguments, name, changed)
     with pytest.raises(RuntimeError, match=message):
         arguments.run()
+
+
+def test_the_op_of_many_positions_takes_a_length_of_a_list_alone(pair: BackendDevice) -> None:
+    arguments = ScoreArguments(pair)
+    arguments.num_rows = torch.ones(1, dtype=torch.int32, device=pair.device)
+    arguments.run()
+    arguments.logits = arguments.logits[:2]
+    arguments.rows = torch.ones(2, dtype=torch.bool, device=pair.device)
+    with pytest.raises(RuntimeError, match="num_rows is of a list"):
+        arguments.run()
+    arguments.rows = None
+    with pytest.raises(RuntimeError, match="num_rows is of a list"):
+        arguments.run()
+
+
+@pytest.mark.parametrize("kind", ["all", "mask", "list", "length"])
+@pytest.mark.parametrize("rounds", [1, 8])  # of rows a block, and of a relay
+def test_the_kernels_find_out_what_is_none(pair: BackendDevice, kind: str, rounds: int) -> None:
+    """Rows and ids that do not exist, as torch operations look through them."""
+    vocab, count = 16_384, rounds * multiprocessors(pair)
+    rng = np.random.default_rng(rounds)
+    logits = rows_of_every_kind(24, vocab, torch.bfloat16)[torch.arange(count) % 24]
+    # The last row of memory that is not the logits': nobody may read it.
+    logits = torch.cat([logits, logits[:1]]).to(pair.device)[:count]
+    far = [-1, -(2**40), count, count + 7, 2**40, 2**63 - 1]
+    rows, num_rows = None, None
+    if kind == "mask":
+        rows = torch.from_numpy(rng.random(count) < 0.5)
+    elif kind != "all":
+        rows = torch.from_numpy(rng.choice([*range(count), *far], count))
+        num_rows = torch.tensor([count * 2 // 3], dtype=torch.int32) if kind == "length" else None
+    ids = [0, vocab - 1, vocab, vocab + 1, -1, -(2**40), 2**32, 2**63 - 1]
+    token_ids = torch.from_numpy(rng.choice(ids, count)).to(pair.device)
+    given_ids = torch.from_numpy(rng.choice(ids, (count, 2))).to(pair.device)
+    selection = Selection(
+        count, *(None if t is None else t.to(pair.device) for t in (rows, num_rows))
+    )
+    asked = Positions(selection, token_ids, given_ids, vocab)
+    told = replace(
+        asked,
+        selection=Selection(count, asked.rows),
+        token_ids=asked.accepted_token_ids,
+        given_ids=asked.accepted_given_ids,
+    )
+    layout = position_layout(vocab, 2, 2)
+    records = []
+    for positions in (asked, told):
+        record = torch.zeros(count, layout.output_words, dtype=torch.int32, device=pair.device)
+        cuda.score_rows(logits, positions, record, layout, rank=False, entropy=False)
+        records.append(record)
+    assert torch.equal(*records)
+    padding = records[0][:, PositionRecord.FLAGS] == RowFlags.PADDING
+    assert torch.equal(padding, asked.rows < 0)
+    assert padding.any() == (kind != "all")
 
 
 @pytest.mark.parametrize(("vocab", "entropy"), [(40, True), (70_001, True), (262_145, False)])

@@ -41,7 +41,7 @@ from graphed_sampling import (
     positions,
     prompt_logprobs,
 )
-from graphed_sampling.backends.position_records import Forward, Positions, Upstream
+from graphed_sampling.backends.position_records import Forward, Positions, Selection, Upstream
 from graphed_sampling.reference import sample_row, score_row
 
 OPS = torch.ops.graphed_sampling
@@ -650,7 +650,8 @@ def test_parts_of_a_vocabulary_have_the_gradients_of_all_of_it(
     upstream = Upstream.of(*(t.to(pair.device) for t in told))
     forward = Forward(normalisers.to(pair.device), entropies.to(pair.device), None)
     rows, ids, logits = (t.to(pair.device) for t in (rows, ids, logits))
-    chosen = Positions(rows, not listed, ids[:, 0], ids[:, :0], None, None)
+    selection = Selection(len(logits), rows if listed else rows >= 0)
+    chosen = Positions(selection, ids[:, 0], ids[:, :0], V)
     module = positions.scoring_module(pair.backend, pair.device)
 
     def gradients(first: int, end: int) -> Tensor:

@@ -130,15 +130,15 @@ def score_rows(
 ) -> None:
     """Raw logprobs at many positions: see `backends`. The first call of a process compiles."""
     kernels = _compiled("score_rows")
-    count = positions.rows.shape[0]
+    count = positions.count
     flat_logits, row_stride = _flat_rows(logits)
     arguments = (
         flat_logits.view(torch.uint8).numpy(),
         _KINDS[logits.dtype],
         row_stride,
         positions.rows.contiguous().numpy(),
-        positions.token_ids.contiguous().numpy(),
-        positions.given_ids.reshape(-1).numpy(),
+        positions.accepted_token_ids.contiguous().numpy(),
+        positions.accepted_given_ids.reshape(-1).numpy(),
         layout.max_logprob_ids,
         output.view(-1).numpy(),
         rank,

@@ -369,12 +369,14 @@ def score_rows(
     entropy: bool,
 ) -> None:
     """Raw logprobs at many positions: see `backends`."""
+    selection = positions.selection
     scratch = torch.empty(
         _score_scratch_words(layout, entropy), dtype=torch.int32, device=logits.device
     )
     torch.ops.graphed_sampling.cuda_score_rows(
         logits,
-        positions.rows.contiguous(),
+        None if selection.rows is None else selection.rows.contiguous(),
+        selection.num_rows,
         positions.token_ids.contiguous(),
         positions.given_ids.contiguous(),
         output,

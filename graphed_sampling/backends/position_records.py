@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,40 +13,120 @@ from graphed_sampling.layout import RowFlags, TableLayout
 from graphed_sampling.stateless import Filters
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Which rows are asked about what; all tensors are on the logits' device.
+def accepted_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """ids, -1 where there is none: outside of [0, vocab_size)."""
+    return ids.masked_fill((ids < 0) | (ids >= vocab_size), -1)
 
-    rows: int64 [m], for each position the row of its logits, negative for none. in_order: whether
-    position i, where it has a row, has row i. token_ids: int64 [m]; given_ids: int64 [m, g];
-    negative for none. filters: where any row is processed. processed: bool [m], which rows are,
-    None for all of them where there are filters.
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a matrix of matrix_rows rows m positions are about, as it was asked for.
+
+    rows: None where position i is about row i; bool [m], it is where that is true, else about none;
+    int64 [m], the row of each, none where it is outside of [0, matrix_rows). num_rows: int32 [1],
+    so many positions of such a list are about any, None for all.
     """
 
-    rows: Tensor
-    in_order: bool
+    matrix_rows: int
+    rows: Tensor | None = None
+    num_rows: Tensor | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether position i is about row i or none."""
+        return self.rows is None or self.rows.dtype == torch.bool
+
+    @property
+    def count(self) -> int:
+        """How many positions there are."""
+        return self.matrix_rows if self.rows is None else self.rows.shape[0]
+
+    def row_of_each(self, device: torch.device) -> Tensor:
+        """int64 [m]: the row of each position, -1 for none."""
+        place = torch.arange(self.count, device=device)
+        if self.rows is None:
+            return place
+        if self.rows.dtype == torch.bool:
+            return place.masked_fill(~self.rows, -1)
+        outside = (self.rows < 0) | (self.rows >= self.matrix_rows)
+        if self.num_rows is not None:
+            outside |= place >= self.num_rows
+        return self.rows.masked_fill(outside, -1)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What is asked about rows of logits, or of what logits come from; all tensors are on its
+    device.
+
+    token_ids: int64 [m]; given_ids: int64 [m, g]; none where they are outside of [0, vocab_size).
+    filters: where any row is processed. processed: bool [m], which rows are, None for all of them
+    where there are filters. A kernel that finds out by itself what is none takes these; it is
+    several operations less than `rows` and the accepted ids.
+    """
+
+    selection: Selection
     token_ids: Tensor
     given_ids: Tensor
-    filters: Filters | None
-    processed: Tensor | None
+    vocab_size: int
+    filters: Filters | None = None
+    processed: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def in_order(self) -> bool:
+        return self.selection.in_order
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [m]: the row of each position, -1 for none."""
+        return self.selection.row_of_each(self.token_ids.device)
+
+    @cached_property
+    def accepted_token_ids(self) -> Tensor:
+        """int64 [m], -1 for none."""
+        return accepted_ids(self.token_ids, self.vocab_size)
+
+    @cached_property
+    def accepted_given_ids(self) -> Tensor:
+        """int64 [m, g], -1 for none."""
+        return accepted_ids(self.given_ids, self.vocab_size)
 
     def chunk(self, part: slice) -> Positions:
-        filters = self.filters and Filters(*(f[part] for f in self.filters))
+        """Some of the positions: in order, of as many rows; else of any of all rows."""
+        selection, filters = self.selection, self.filters
+        if not self.in_order:
+            selection = Selection(selection.matrix_rows, self.rows[part])
+        else:
+            mask = None if selection.rows is None else selection.rows[part]
+            selection = Selection(self.token_ids[part].shape[0], mask)
         return Positions(
-            rows=self.rows[part],
-            in_order=self.in_order,
-            token_ids=self.token_ids[part],
-            given_ids=self.given_ids[part],
-            filters=filters,
+            selection,
+            self.token_ids[part],
+            self.given_ids[part],
+            self.vocab_size,
+            filters=filters and Filters(*(f[part] for f in filters)),
             processed=None if self.processed is None else self.processed[part],
         )
+
+    def without(self, left_out: Tensor) -> Positions:
+        """The same, but positions that are left out, bool [m], are about no row."""
+        if self.in_order:
+            mask = self.selection.rows
+            rows = ~left_out if mask is None else mask & ~left_out
+        else:
+            rows = self.rows.masked_fill(left_out, -1)
+        return replace(self, selection=Selection(self.selection.matrix_rows, rows))
 
     def logits(self, logits: Tensor, part: slice) -> Tensor:
         """[c, width]: of a chunk, the part of all positions, its logits; any rows where none is."""
         if self.in_order:
             return logits[part]
         if logits.shape[0] == 0:
-            return logits.new_zeros(self.rows.shape[0], logits.shape[1])
+            return logits.new_zeros(self.count, logits.shape[1])
         return logits.index_select(0, self.rows.clamp(min=0))
 
 

@@ -648,7 +648,7 @@ def score_rows(
     entropy: bool,
 ) -> None:
     """Raw logprobs at many positions: see `backends`. It reads every row, chosen or not."""
-    count = positions.rows.shape[0]
+    count = positions.count
     chunk_rows = max(1, _CHUNK_ELEMENTS // layout.vocab_size)
     for start in range(0, count, chunk_rows):
         part = slice(start, min(start + chunk_rows, count))
@@ -667,7 +667,8 @@ def _score_chunk(
     rank: bool,
     entropy: bool,
 ) -> None:
-    token_ids, given_ids, chosen = chunk.token_ids, chunk.given_ids, _column(chunk.rows >= 0)
+    token_ids, given_ids = chunk.accepted_token_ids, chunk.accepted_given_ids
+    chosen = _column(chunk.rows >= 0)
     raw, is_nan = sanitised(logits, layout.vocab_size)
     count, missing = layout.max_logprobs, layout.max_logprobs
     ids = [_column(token_ids), given_ids]

@@ -479,7 +479,7 @@ def score_rows(
     entropy: bool,
 ) -> None:
     """Raw logprobs at many positions: see `backends`. The first call of a kind compiles."""
-    count, words = positions.rows.shape[0], _score_words(layout)
+    count, words = positions.count, _score_words(layout)
     stride = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
     unit = _unit(logits, stride, layout.vocab_size)
     at_once = min(max(_SCORE_BYTES // (4 * words), 1), count)
@@ -489,9 +489,9 @@ def score_rows(
             part = slice(start, min(start + at_once, count))
             for launch in scoring_launches(
                 logits, stride, unit, positions.rows[part].contiguous(),
-                positions.token_ids[part].contiguous(), positions.given_ids[part].contiguous(),
-                output[part], scratch, layout, part.stop - start, logits.device,
-                _Scoring(rank, entropy),
+                positions.accepted_token_ids[part].contiguous(),
+                positions.accepted_given_ids[part].contiguous(), output[part], scratch, layout,
+                part.stop - start, logits.device, _Scoring(rank, entropy),
             ):  # fmt: skip
                 launch()
 
@@ -506,7 +506,7 @@ def gradient_rows(
     vocab_size: int,
 ) -> None:
     """Gradients of positions in order, of rows without filters: see `backends`."""
-    count = positions.rows.shape[0]
+    count = positions.count
     if count == 0:
         return
     strides = [t.stride(0) if count > 1 else t.shape[1] for t in (logits, result)]

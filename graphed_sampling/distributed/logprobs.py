@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from graphed_sampling import checks, positions
 from graphed_sampling.backends.exact_math import log
-from graphed_sampling.backends.position_records import Forward, Positions, Upstream
+from graphed_sampling.backends.position_records import Forward, Positions, Selection, Upstream
 from graphed_sampling.distributed.agreement import member_group
 from graphed_sampling.distributed.collectives import all_gather_single
 from graphed_sampling.distributed.shards import check_vocab_ranges
@@ -114,7 +115,7 @@ class _ShardedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with torch.autocast(logits.device.type, enabled=False):
             asked = _check(logits, next_token_ids, given_ids, rows, num_rows, shard)
-            ids = torch.cat([asked.token_ids.unsqueeze(1), asked.given_ids], 1)
+            ids = torch.cat([asked.accepted_token_ids.unsqueeze(1), asked.accepted_given_ids], 1)
             told = _score_shard(logits, asked, ids, shard)
             result, all_ids, all_logprobs = _merge(shard.gather(told), asked, ids, logits, shard)
         ctx.mark_non_differentiable(
@@ -143,7 +144,8 @@ class _ShardedLogprobs(torch.autograd.Function):
             ids, logprobs, torch.cat(joined, 1), of_entropies if shard.entropy else None
         ).of_tokens_from(shard.start)
         forward = Forward(normalisers, entropies, None)
-        chosen = Positions(rows, ctx.in_order, ids[:, 0], ids[:, :0], None, None)
+        selection = Selection(logits.shape[0], rows >= 0 if ctx.in_order else rows)
+        chosen = Positions(selection, ids[:, 0], ids[:, :0], shard.vocab_size)
         with torch.autocast(logits.device.type, enabled=False):
             module = positions.scoring_module(shard.backend, logits.device)
             gradient = positions.logit_gradients(
@@ -174,7 +176,7 @@ def _score_shard(logits: Tensor, asked: Positions, ids: Tensor, shard: _Shard) -
     """float64 [m, k], what this rank tells of its shard: the largest logit, the log normaliser, the
     entropy, whether there is NaN, the logits of ids (-inf where they are not its own), then the
     logits of the best tokens and their ids (-inf and -1 where there are fewer)."""
-    count, device = asked.rows.shape[0], logits.device
+    count, device = asked.count, logits.device
     width, top_n = shard.end - shard.start, shard.top_n
     if width == 0 or logits.shape[0] == 0:
         told = ids.new_full((count, 4 + ids.shape[1] + 2 * top_n), -math.inf, dtype=torch.float64)
@@ -186,7 +188,7 @@ def _score_shard(logits: Tensor, asked: Positions, ids: Tensor, shard: _Shard) -
     nowhere = torch.full_like(asked.token_ids, -1)
     positions.score_positions(
         logits,
-        Positions(asked.rows, asked.in_order, nowhere, nowhere.unsqueeze(1)[:, :0], None, None),
+        replace(asked, token_ids=nowhere, given_ids=nowhere.unsqueeze(1)[:, :0]),
         output,
         layout,
         positions.scoring_module(shard.backend, device),
