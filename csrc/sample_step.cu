@@ -250,12 +250,14 @@ __device__ __forceinline__ void step(const StepArguments& a,
   if (clustered) cluster_wait();
   if (helped && part > 0 && threadIdx.x == 0) atomicAdd(of_block(&shared.helpers, 0u), 1);
   Best best;
+  // Where a multiprocessor's blocks do not read side by side, one alone asks for too little.
+  const bool ahead = a.late_cycles > 0;
   if (wishes.split) {
     __syncthreads();
     best = stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);
   } else {
-    best =
-        stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
+    best = stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets,
+                                at, ahead);
   }
   if (a.in_shared) {
     BestOfWarps* of_row = &shared.best;
@@ -332,15 +334,16 @@ struct Plan {
 
 // More rows than blocks fit at once come in waves, in which a multiprocessor's two blocks would
 // read together and then finish together, with nothing being read. So the second one of the first
-// wave begins later, by about half of what a row takes: the time in which a multiprocessor reads it
-// by its share of the memory, 16 bytes a cycle. It does not pay for few bytes, nor, unless these
-// are many, where the rows' waves are two and both full; nor if what follows the first wave is
-// padding, which the kernel finds out.
-inline int cycles_late(int rows, int at_once, int64_t row_bytes) {
+// wave begins later, by about half of what a row takes: 16 bytes a cycle, or 21 of fp32, of which
+// more are on their way, is what a multiprocessor reads of it by its share of the memory. It does
+// not pay for few bytes, nor, unless these are many, where the rows' waves are two and both full;
+// nor if what follows the first wave is padding, which the kernel finds out.
+inline int cycles_late(int rows, int at_once, int64_t row_bytes, int bytes_of_logit) {
   constexpr int64_t kFewBytes = 128000, kManyBytes = 384000;
   const bool two_full = rows > at_once * 7 / 4 && rows <= 2 * at_once;
   if (rows <= at_once || row_bytes < kFewBytes || (two_full && row_bytes < kManyBytes)) return 0;
-  return static_cast<int>(std::min<int64_t>(row_bytes / 16, 1 << 16));
+  const int64_t cycles = bytes_of_logit == 4 ? row_bytes * 3 / 64 : row_bytes / 16;
+  return static_cast<int>(std::min<int64_t>(cycles, 1 << 16));
 }
 
 template <class Kernel>
@@ -384,8 +387,9 @@ cudaError_t make_plan(Kernel kernel, const StepArguments& arguments, Plan* plan)
   const bool both_fit =
       kBlocksOfMultiprocessor * (bytes + 1024) <= static_cast<size_t>(bytes_of_multiprocessor);
   if (both_fit) {
+    const auto bytes_of_logit = static_cast<int>(bytes_of(arguments.logits_type));
     plan->late_cycles = cycles_late(rows, kBlocksOfMultiprocessor * plan->late_blocks,
-                                    int64_t{layout.vocab_size} * bytes_of(arguments.logits_type));
+                                    int64_t{layout.vocab_size} * bytes_of_logit, bytes_of_logit);
   }
   return cudaSuccess;
 }

@@ -155,10 +155,36 @@ __device__ __forceinline__ uint32_t spread_signs(uint32_t a, uint32_t b, uint32_
 #endif
 }
 
+// What nobody writes while the kernel runs, and what passes: of the multiprocessor's cache it takes
+// what is left by the words that a thread has no register for, and by lists in global memory. Else
+// these are pushed out, and then wait behind what passes.
+__device__ __forceinline__ uint4 load_passing(const uint4* place) {
+#ifdef __CUDACC__
+  uint4 loaded;
+  asm("ld.global.nc.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(loaded.x), "=r"(loaded.y), "=r"(loaded.z), "=r"(loaded.w)
+      : "l"(__cvta_generic_to_global(place)));
+  return loaded;
+#else
+  return __ldg(place);
+#endif
+}
+
 // Brings what will be read closer. Nothing waits for it.
 __device__ __forceinline__ void prefetch([[maybe_unused]] const void* place) {
 #ifdef __CUDACC__
   asm volatile("prefetch.global.L2 [%0];" : : "l"(place));
+#endif
+}
+
+// The same of many bytes, a multiple of 16 as `place` is; nothing where it takes an instruction for
+// each line.
+__device__ __forceinline__ void prefetch_bytes([[maybe_unused]] const void* place,
+                                               [[maybe_unused]] int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+               :
+               : "l"(__cvta_generic_to_global(place)), "r"(bytes));
 #endif
 }
 

@@ -219,15 +219,16 @@ __device__ inline bool is_in_whole_pieces(const Source& source) {
 }
 
 // A piece that is known to be aligned, and to lie inside the row, or inside one shard, of which
-// `logits` would be token 0.
-template <class Logits>
+// `logits` would be token 0. kPassing: whether few of its tokens will be looked at again.
+template <class Logits, bool kPassing = false>
 __device__ inline Pack<Logits> load_whole_pack(const void* logits, int first) {
   Pack<Logits> pack;
   const auto* vectors =
       reinterpret_cast<const uint4*>(static_cast<const typename Logits::Bits*>(logits) + first);
 #pragma unroll
   for (int i = 0; i < Logits::kVectors; ++i) {
-    const uint4 vector = load_at<Logits>(vectors + i);
+    const uint4 vector =
+        kPassing && !Logits::kSharded ? load_passing(vectors + i) : load_at<Logits>(vectors + i);
     pack.words[4 * i] = vector.x;
     pack.words[4 * i + 1] = vector.y;
     pack.words[4 * i + 2] = vector.z;

@@ -93,7 +93,7 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
         static_cast<const typename Logits::Bits*>(source.logits) + set_first(tile, set, 0, lane);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      loaded.packs[i] = load_whole_pack<Logits>(first, i * kApart);
+      loaded.packs[i] = load_whole_pack<Logits, true>(first, i * kApart);
     }
     return loaded;
   }
@@ -102,7 +102,7 @@ __device__ inline Set<Logits> load_set(const Source& source, int tile, int set, 
     const int first = set_first(tile, set, i, lane);
 #pragma unroll
     for (int j = 0; j < 4 * Logits::kVectors; ++j) loaded.packs[i].words[j] = Logits::kNegInfWord;
-    if (first < source.vocab) loaded.packs[i] = load_whole_pack<Logits>(source.logits, first);
+    if (first < source.vocab) loaded.packs[i] = load_whole_pack<Logits, true>(source.logits, first);
   }
   return loaded;
 }
@@ -313,19 +313,26 @@ __device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes 
 }
 
 // A warp's tiles up to `end`, `step` apart, which load_set() is for and whose first one is in
-// `sets`. The place of a set that is done is where the next tile's is loaded to. Returns the tile
-// after. Each kind of weights has its own loop: one for all keeps more in registers than there are.
+// `sets`. The place of a set that is done is where the next tile's is loaded to. ahead: whether the
+// one after that is brought closer, where registers hold few bytes. Returns the tile after. Each
+// kind of weights has its own loop: one for all keeps more in registers than there are.
 enum class Weights { kNone, kRawOnly, kOwn };
 template <Weights kWeights, class Logits>
 __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wishes, float scale,
                                           int tile, int step, int end, int lane,
                                           Set<Logits> (&sets)[kSets], const Statistics& at,
-                                          Best& best) {
+                                          Best& best, bool ahead) {
   constexpr bool kOwn = kWeights == Weights::kOwn;
   const Wishes known = {wishes.total, false, wishes.raw, false, kOwn, kOwn && wishes.both};
 #pragma unroll 1
   while (tile < end) {
     const int next = tile + step;
+    if constexpr (Logits::kVectors == 1) {
+      if (ahead && lane == 0 && next + step < end - 1) {  // the last tile may have less
+        constexpr int kBytes = kTile * static_cast<int>(sizeof(typename Logits::Bits));
+        prefetch_bytes(static_cast<const char*>(source.logits) + (next + step) * kBytes, kBytes);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kSets; ++i) {
       if constexpr (kWeights == Weights::kNone) {
@@ -345,12 +352,13 @@ __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wi
 template <class Logits>
 __device__ inline Best stream_tiles(const Source& source, const Wishes wishes, float scale,
                                     int tile, int step, int end, int whole, int lane,
-                                    Set<Logits> (&sets)[kSets], const Statistics& at) {
+                                    Set<Logits> (&sets)[kSets], const Statistics& at,
+                                    bool ahead = false) {
   const int last = wishes.mean || scale < kLeastScale ? 0 : min(end, whole);
   Best best;
   const auto stream_loaded = [&](auto weights) {
     return stream_loaded_tiles<decltype(weights)::value>(source, wishes, scale, tile, step, last,
-                                                         lane, sets, at, best);
+                                                         lane, sets, at, best, ahead);
   };
   if (wishes.own) {
     tile = stream_loaded(std::integral_constant<Weights, Weights::kOwn>());
