@@ -93,10 +93,12 @@ void cuda_sharded_step(const Tensor& logits, const Tensor& slots, const Tensor& 
 
 void cuda_score_rows(const Tensor& logits, std::optional<Tensor> rows,
                      std::optional<Tensor> num_rows, const Tensor& token_ids,
-                     const Tensor& given_ids, const Tensor& output, const Tensor& scratch,
+                     const Tensor& given_ids, std::optional<Tensor> temperature,
+                     std::optional<Tensor> processed, const Tensor& output, const Tensor& scratch,
                      std::vector<int64_t> layout, bool rank, bool entropy) {
-  const ScoreArguments arguments = score_arguments(logits, rows, num_rows, token_ids, given_ids,
-                                                   output, scratch, layout, rank, entropy);
+  const ScoreArguments arguments =
+      score_arguments(logits, rows, num_rows, token_ids, given_ids, temperature, processed, output,
+                      scratch, layout, rank, entropy);
   const int32_t device = logits.get_device_index();
   const DeviceGuard guard(device);
   int major = 0;

@@ -37,12 +37,12 @@ template <class Logits>
 constexpr int kPartsAtOnce = Logits::kVectors == 1 ? 4 : 1;
 
 __device__ inline void store_position(int32_t* out, float largest, double log, float logprob,
-                                      int rank, float entropy, int flags) {
+                                      int rank, float entropy, int flags, int num_kept = 0) {
   out[kPositionLargest] = __float_as_int(largest);
   out[kPositionLogNormaliser] = __float_as_int(static_cast<float>(log));
   out[kPositionLogprob] = __float_as_int(logprob);
   out[kPositionRank] = rank;
-  out[kPositionNumKept] = 0;
+  out[kPositionNumKept] = num_kept;
   out[kPositionEntropy] = __float_as_int(entropy);
   out[kPositionFlags] = flags;
 }
@@ -69,13 +69,71 @@ __device__ inline int given_id(const ScoreArguments& a, int index, int i) {
   return accepted(a, a.given_ids[int64_t{index} * a.layout.max_logprob_ids + i]);
 }
 
+// What a row is divided by.
+struct Temperature {
+  bool processed, greedy;
+  double scale;  // log2(e) / T
+};
+
+// The position's; values outside their range as the nearest accepted one, NaN as greedy.
+__device__ inline Temperature temperature_of(const ScoreArguments& a, int index) {
+  constexpr float kGreedyBelow = 1e-5f;
+  constexpr double kWideLog2E = 1.4426950408889634;
+  if (a.temperature == nullptr || (a.processed != nullptr && a.processed[index] == 0)) {
+    return {false, false, kWideLog2E};
+  }
+  const float given = a.temperature[index];
+  const float temperature = given != given ? 0.0f : fminf(fmaxf(given, 0.0f), kFltMax);
+  if (temperature < kGreedyBelow) return {true, true, kWideLog2E};
+  return {true, false, kWideLog2E / static_cast<double>(temperature)};
+}
+
+// What the first pass has to leave of a row.
+__device__ inline Wishes wishes_for(const Temperature& at, bool entropy) {
+  Wishes wishes = {};
+  wishes.raw = !at.processed;
+  wishes.total = at.processed && !at.greedy;
+  wishes.mean = entropy && !at.greedy;
+  wishes.own = wishes.total && static_cast<float>(at.scale) != kLog2E;
+  return wishes;
+}
+
+// Of a processed row, whose largest logit is known: what its logprobs are worked out from. Lets the
+// row know what is special about it.
+template <class Logits>
+__device__ __noinline__ Normaliser normaliser_of(Shared& shared, Block& block, const Temperature at,
+                                                 float largest) {
+  Task& task = shared.task;
+  const bool special = !(fabsf(largest) < kInf);
+  Normaliser normaliser = {
+      true, largest, 0.0, {special ? 0.0f : largest, kNegInf, task.row.vocab}, at.scale};
+  if (largest == kNegInf) {
+    normaliser.kept = {0.0f, 0.0f, 0};  // the first token, as if it were all
+  } else if (at.greedy) {
+    if (block.thread() == 0) task.largest = largest;
+    __syncthreads();
+    const int token = first_maximum<Logits>(shared, block, task.at.maxima);
+    normaliser.kept = {normaliser.kept.highest, normaliser.kept.highest, token};
+  } else {
+    normaliser.log = log_mass(mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest,
+                                             static_cast<float>(at.scale)));
+  }
+  __syncthreads();
+  if (special && block.thread() == 0) {
+    task.row.special = largest == kInf ? kPositiveInfinity : kEmptyRow;
+    task.row.fallback = 0;
+  }
+  __syncthreads();
+  return normaliser;
+}
+
 // From a row's statistics to its record.
 template <class Logits>
 __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int token,
                                        int32_t* out) {
   Shared& shared = the_shared();
   Task& task = shared.task;
-  const Row& row = task.row;
+  const Temperature at = temperature_of(a, index);
   const TableLayout& layout = a.layout;
   Block block = {0};
   const int thread = block.thread();
@@ -88,14 +146,21 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int t
   if (is_far(largest)) repair_groups<Logits>(shared, block, true);
   if (largest == kInf) flags |= kRowPosInf;
   if (largest == kNegInf) flags |= kRowEmpty;
-  const Normaliser normaliser = {
-      false, largest, raw_log(shared, block, task.at.maxima, task.at.sums, largest), {}, 0.0};
+  Normaliser normaliser = {false, largest, 0.0, {}, 0.0};
+  if (at.processed) {
+    normaliser = normaliser_of<Logits>(shared, block, at, largest);
+  } else {
+    normaliser.log = raw_log(shared, block, task.at.maxima, task.at.sums, largest);
+  }
+  const bool one_kept = at.processed && (at.greedy || largest == kNegInf);
 
   float entropy = nan_f32();
   if (a.entropy && largest == kInf) entropy = static_cast<float>(normaliser.log);
-  if (a.entropy && fabsf(largest) < kInf) {
-    const int64_t total =
-        mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest, kLog2E);
+  if (a.entropy && one_kept) {
+    entropy = 0.0f;
+  } else if (a.entropy && fabsf(largest) < kInf) {
+    const int64_t total = mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest,
+                                         static_cast<float>(at.scale));
     if (thread == 0) {
       task.largest = largest;
       task.total = total;
@@ -105,29 +170,37 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int t
     entropy = static_cast<float>(fmax(normaliser.log - mean * kLn2, 0.0));
   }
 
+  // The row as logprobs see it, which may be special, and as its logits lie there.
+  const Row& row = at.processed ? task.row : task.raw_row;
+  const auto y_of = [&](float x, int id) { return at.processed ? special_or(row, x, id) : x; };
   clear_lists(layout, out, 0, layout.max_logprobs, threads_of_block());
   for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
     const int given = given_id(a, index, i);
     if (given < 0) continue;
     const float x = load_logit<Logits>(row, given);
-    const float logprob = normaliser.logprob(x, x, given);
+    const float logprob = normaliser.logprob(x, y_of(x, given), given);
     out[layout.given_logprobs() + i] = __float_as_int(logprob);
   }
   if (layout.max_logprobs > 0) {
     __syncthreads();  // the lists are cleared
-    report_top<Logits>(shared, block, task.raw_row, task.at.maxima, layout, out,
-                       layout.max_logprobs, normaliser);
+    report_top<Logits>(shared, block, row, task.at.maxima, layout, out, layout.max_logprobs,
+                       normaliser);
   }
   float logprob = nan_f32();
   int rank = 0;
   if (token >= 0) {
     const float x = load_logit<Logits>(row, token);
-    logprob = normaliser.logprob(x, x, token);
-    if (a.rank) rank = report_rank<Logits>(shared, block, task.raw_row, task.at.maxima, x);
+    const float y = y_of(x, token);
+    logprob = normaliser.logprob(x, y, token);
+    if (a.rank && at.processed && largest == kNegInf) {
+      rank = token == 0 ? 1 : 2;
+    } else if (a.rank) {
+      rank = report_rank<Logits>(shared, block, row, task.at.maxima, y);
+    }
   }
   if (thread == 0) {
     store_position(out, largest, largest == kNegInf ? 0.0 : normaliser.log, logprob, rank, entropy,
-                   flags);
+                   flags, one_kept ? 1 : 0);
   }
 }
 
@@ -164,9 +237,6 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
                    static_cast<int64_t>(blockIdx.x) * kScoringStatistics * groups;
   float* statistics = a.in_shared ? the_statistics() : scratch;
   const Statistics at = {statistics, statistics + groups, nullptr, nullptr, scratch + 2 * groups};
-  Wishes wishes = {};
-  wishes.raw = true;
-  wishes.mean = a.entropy;
   for (int64_t round = 0; round * gridDim.x < a.positions; ++round) {
     const int index = position_in_round(a, round);
     if (index < 0) continue;
@@ -179,6 +249,9 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
       continue;
     }
     const Source source = source_of(a, at_row);
+    const Temperature temperature = temperature_of(a, index);
+    const Wishes wishes = wishes_for(temperature, a.entropy);
+    const auto scale = static_cast<float>(temperature.scale);
     const int whole = tiles_to_load<Logits>(source);
     Set<Logits> sets[kSets] = {};
     if (warp < min(tiles, whole)) load_tile(source, warp, lane, sets);
@@ -186,14 +259,14 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
       task.row = {};
       static_cast<Source&>(task.row) = source;
       task.row.special = kNormal;
-      task.row.scale = kLog2E;
+      task.row.scale = scale;
       task.raw_row = task.row;
       task.wishes = wishes;
       task.at = at;
       task.groups = groups;
       task.in_shared = a.in_shared;
     }
-    stream_tiles<Logits>(source, wishes, kLog2E, warp, kWarps, tiles, whole, lane, sets, at);
+    stream_tiles<Logits>(source, wishes, scale, warp, kWarps, tiles, whole, lane, sets, at);
     __syncthreads();
     score_row<Logits>(a, index, token, out);
     __syncthreads();  // before the next row's statistics take the place of these
@@ -244,6 +317,11 @@ __device__ inline Relay& the_relay() {
 
 // Statistics of kPlaces rows.
 __device__ inline float* the_places() { return reinterpret_cast<float*>(&the_relay() + 1); }
+
+// Behind these, where there may be temperatures: of each turn the scale of its weights' exponents.
+__device__ inline float* the_scales(int groups) {
+  return the_places() + kPlaces * kStatisticsInShared * groups;
+}
 
 // The best tokens of a row, by a warp: false, with nothing written, where they are not found among
 // as many as its list holds. mine: the largest of the groups that a lane has looked at.
@@ -320,9 +398,10 @@ __device__ inline bool top_by_warp(const ScoreArguments& a, const Source& source
 }
 
 // From the statistics of the row of that turn to its record, by a warp; bit for bit as `score_row`
-// does. Rows with infinities, and those whose best tokens are too many, are left, and their record
-// says so.
-template <class Logits>
+// does. Rows with infinities, those whose best tokens are too many, and of temperatures the least
+// and the largest are left, and their record says so. kTempered: whether there may be a
+// temperature.
+template <class Logits, bool kTempered>
 __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, int warp,
                                            int lane) {
   Relay& relay = the_relay();
@@ -351,9 +430,23 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
     leave();
     return;
   }
-  const float sum =
-      weight_by_warp<kPartsAtOnce<Logits>>(groups, maxima, sums, {largest, kLog2E}, lane);
-  const Normaliser normaliser = {false, largest, log_of_sum(sum), {}, 0.0};
+  Normaliser normaliser = {false, largest, 0.0, {}, 0.0};
+  if constexpr (kTempered) {
+    const Temperature at = temperature_of(a, turn.index);
+    const auto scale = static_cast<float>(at.scale);
+    if (at.greedy || scale < kLeastScale) {
+      leave();
+      return;
+    }
+    if (at.processed) {
+      const int64_t mass = mass_by_warp(groups, maxima, sums, largest, scale, lane);
+      normaliser = {true, largest, log_mass(mass), {largest, kNegInf, source.vocab}, at.scale};
+    }
+  }
+  if (!normaliser.processed) {
+    normaliser.log = log_of_sum(
+        weight_by_warp<kPartsAtOnce<Logits>>(groups, maxima, sums, {largest, kLog2E}, lane));
+  }
   if (layout.max_logprobs > 0 &&
       !top_by_warp<Logits>(a, source, out, maxima, groups, mine, normaliser, warp, lane)) {
     leave();
@@ -376,19 +469,22 @@ __device__ __noinline__ void score_by_warp(const ScoreArguments& a, int number, 
 
 // So many rows a multiprocessor are many.
 constexpr int kManyRounds = 4;
-// Of so many groups a row, two blocks a multiprocessor fit.
-constexpr int kRelayedGroups = 3584;
 
-constexpr size_t relay_bytes(int groups) {
-  const size_t own = sizeof(Relay) + size_t{kPlaces} * kStatisticsInShared * sizeof(float) *
-                                         static_cast<size_t>(groups);
+constexpr size_t relay_bytes(int groups, bool tempered) {
+  size_t own = sizeof(Relay) +
+               size_t{kPlaces} * kStatisticsInShared * sizeof(float) * static_cast<size_t>(groups);
+  if (tempered) own += kTurns * sizeof(float);
   return std::max(own, shared_bytes(groups));
 }
-// What a block of a device of capability 8.6 or 8.9 may have, which is least.
-static_assert(relay_bytes(kRelayedGroups) <= 99 * 1024);
+// Of so many groups a row, two blocks a multiprocessor fit: each may have 99 KB where capability
+// 8.6 or 8.9 says what is least.
+constexpr int kRelayedGroups = 3584, kTemperedGroups = 3520;
+static_assert(relay_bytes(kRelayedGroups, false) <= 99 * 1024 &&
+              relay_bytes(kTemperedGroups, true) <= 99 * 1024);
 
 // The positions of a block in so many rounds that have a row, one after the other, into the relay's
 // list; the others are padding, and get their record. How many have one.
+template <bool kTempered>
 __device__ __noinline__ void list_turns(const ScoreArguments& a, int64_t first_round) {
   Relay& relay = the_relay();
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
@@ -396,9 +492,11 @@ __device__ __noinline__ void list_turns(const ScoreArguments& a, int64_t first_r
   const int64_t round = first_round + thread;
   const int index = round * gridDim.x < a.positions ? position_in_round(a, round) : -1;
   Turn turn = {index, -1, -1};
+  [[maybe_unused]] float scale = kLog2E;
   if (index >= 0) {
     turn.row = static_cast<int>(row_of(a, index));
     turn.token = accepted(a, a.token_ids[index]);
+    if constexpr (kTempered) scale = static_cast<float>(temperature_of(a, index).scale);
     if (turn.row < 0) {
       store_padding(a.layout, a.output + int64_t{index} * a.layout.output_words(), {0, 1});
     }
@@ -411,12 +509,15 @@ __device__ __noinline__ void list_turns(const ScoreArguments& a, int64_t first_r
     place += i < warp ? relay.turns_of_warp[i] : 0;
     count += relay.turns_of_warp[i];
   }
-  if (turn.row >= 0) relay.turns[place] = turn;
+  if (turn.row >= 0) {
+    relay.turns[place] = turn;
+    if constexpr (kTempered) the_scales(groups_of(a.layout.vocab_size))[place] = scale;
+  }
   if (thread == 0) relay.count = count;
 }
 
 // Rows that are aligned and end with a whole piece; neither ranks nor entropies.
-template <class Logits>
+template <class Logits, bool kTempered>
 __global__ void __launch_bounds__(kThreads, kScoringBlocks)
     score_read_rows_kernel(const __grid_constant__ ScoreArguments a) {
   grid_dependency_wait();
@@ -430,7 +531,6 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
     relay.left = 0;
     relay.tiles = groups / kGroupsOfTile;
   }
-  constexpr Wishes kRaw = {false, false, true, false, false, false};
   // The first row, if it has logits, is asked for before the others are known.
   const int first_position = position_in_round(a, 0);
   const int early = first_position >= 0 ? static_cast<int>(row_of(a, first_position)) : -1;
@@ -439,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
   // What a warp knows of rows lies in shared memory: its registers are for logits, and other memory
   // answers as late as these do.
   for (int first = 0; int64_t{first} * gridDim.x < a.positions; first += kTurns) {
-    list_turns(a, first);
+    list_turns<kTempered>(a, first);
     if (threadIdx.x < kPlaces) {
       gate_init(&relay.read[threadIdx.x], kThreads);
       gate_init(&relay.scored[threadIdx.x], kWarp);
@@ -459,6 +559,8 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
         if (number >= kPlaces) gate_wait(&relay.scored[place], (number / kPlaces - 1) & 1);
         float* maxima = places + place * kStatisticsInShared * groups;
         const Statistics at = {maxima, maxima + groups, nullptr, nullptr, nullptr};
+        const float scale = kTempered ? load_now(the_scales(groups) + number) : kLog2E;
+        const Wishes wishes = {false, false, true, false, kTempered && scale != kLog2E, false};
 #pragma unroll 1
         for (bool last = false; !last;) {
           int following = tile + kWarps;
@@ -471,7 +573,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
           const bool loads = !last || number + 1 < relay.count;
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {
-            stream_set<false>(kRaw, kLog2E, tile, i, lane, sets[i], at, unused);
+            stream_set<false>(wishes, scale, tile, i, lane, sets[i], at, unused);
             if (loads) sets[i] = load_set<Logits>(source, following, i, lane);
           }
           tile = following;
@@ -481,7 +583,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
       const int behind = number - kBehind;
       if (behind >= 0 && behind % kWarps == warp) {
         gate_wait(&relay.read[behind % kPlaces], behind / kPlaces & 1);
-        score_by_warp<Logits>(a, behind, warp, lane);
+        score_by_warp<Logits, kTempered>(a, behind, warp, lane);
         gate_arrive(&relay.scored[behind % kPlaces]);
       }
     }
@@ -516,19 +618,23 @@ cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic
   const int groups = groups_of(layout.vocab_size);
   ScoreArguments chosen = arguments;
   chosen.in_shared = groups <= kSharedGroups;
-  const auto launch = [&](void (*by_block)(ScoreArguments), void (*by_warps)(ScoreArguments),
-                          int64_t bytes_of_logit) {
+  const bool tempered = arguments.temperature != nullptr;
+  const auto launch = [&](auto logits) {
+    using Logits = decltype(logits);
+    const int64_t bytes_of_logit = sizeof(typename Logits::Bits);
     const bool aligned = reinterpret_cast<uintptr_t>(arguments.logits) % 16 == 0 &&
                          arguments.logits_stride * bytes_of_logit % 16 == 0 &&
                          layout.vocab_size % kPiece == 0;
     const bool numbered = arguments.logits_rows <= INT32_MAX;  // by what a turn holds
     // A row by itself is sooner worked out by all warps.
-    const bool relayed = aligned && numbered &&
-                         arguments.positions > kManyRounds * multiprocessors && !arguments.rank &&
-                         !arguments.entropy && layout.max_logprobs <= kTopOfWarp &&
-                         groups >= kWarps * kGroupsOfTile && groups <= kRelayedGroups;
-    void (*const kernel)(ScoreArguments) = relayed ? by_warps : by_block;
-    const size_t bytes = relayed ? relay_bytes(groups) : shared_bytes(groups);
+    const bool relayed =
+        aligned && numbered && arguments.positions > kManyRounds * multiprocessors &&
+        !arguments.rank && !arguments.entropy && layout.max_logprobs <= kTopOfWarp &&
+        groups >= kWarps * kGroupsOfTile && groups <= (tempered ? kTemperedGroups : kRelayedGroups);
+    void (*const kernel)(ScoreArguments) = !relayed   ? score_rows_kernel<Logits>
+                                           : tempered ? score_read_rows_kernel<Logits, true>
+                                                      : score_read_rows_kernel<Logits, false>;
+    const size_t bytes = relayed ? relay_bytes(groups, tempered) : shared_bytes(groups);
     const cudaError_t allowed = allow_dynamic_shared(kernel, static_cast<int>(bytes));
     if (allowed != cudaSuccess) return allowed;
     // Blocks that all run from the start: each then takes its share of the rows.
@@ -539,11 +645,11 @@ cudaError_t launch_score_rows(const ScoreArguments& arguments, bool programmatic
   };
   switch (arguments.logits_type) {
     case LogitsType::kFloat32:
-      return launch(score_rows_kernel<Float32>, score_read_rows_kernel<Float32>, 4);
+      return launch(Float32());
     case LogitsType::kBFloat16:
-      return launch(score_rows_kernel<BFloat16>, score_read_rows_kernel<BFloat16>, 2);
+      return launch(BFloat16());
     default:
-      return launch(score_rows_kernel<Float16>, score_read_rows_kernel<Float16>, 2);
+      return launch(Float16());
   }
 }
 

@@ -1,4 +1,5 @@
-// Raw logprobs of given tokens at many positions: what a step reports of each row, without a draw.
+// Logprobs of given tokens at many positions, raw or at a temperature: what a step reports of each
+// row, without a draw.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,8 @@ struct ScoreArguments {
   int positions;
   const int64_t* token_ids;  // [positions]
   const int64_t* given_ids;  // [positions, layout.max_logprob_ids]
+  const float* temperature;  // [positions], of processed rows, in any range; null if all are raw
+  const uint8_t* processed;  // [positions], which they are; null for all where there is temperature
   int32_t* output;           // [positions, layout.output_words()], records of positions
   int32_t* scratch;
   bool rank, entropy;

@@ -23,8 +23,10 @@ inline const int64_t* int64_numbers(const Tensor& tensor, const char* name, int6
 inline ScoreArguments score_arguments(const Tensor& logits, const std::optional<Tensor>& rows,
                                       const std::optional<Tensor>& num_rows,
                                       const Tensor& token_ids, const Tensor& given_ids,
-                                      const Tensor& output, const Tensor& scratch,
-                                      const std::vector<int64_t>& layout, bool rank, bool entropy) {
+                                      const std::optional<Tensor>& temperature,
+                                      const std::optional<Tensor>& processed, const Tensor& output,
+                                      const Tensor& scratch, const std::vector<int64_t>& layout,
+                                      bool rank, bool entropy) {
   ScoreArguments a = {};
   a.layout = table_layout(layout);
   a.logits_type = logits_type(logits, a.layout.vocab_size);
@@ -52,6 +54,22 @@ inline ScoreArguments score_arguments(const Tensor& logits, const std::optional<
   }
   a.token_ids = int64_numbers(token_ids, "token_ids", positions, logits);
   a.given_ids = int64_numbers(given_ids, "given_ids", positions * a.layout.max_logprob_ids, logits);
+  if (temperature.has_value()) {
+    check_place(*temperature, "temperature", logits);
+    STD_TORCH_CHECK(temperature->scalar_type() == ScalarType::Float &&
+                        temperature->is_contiguous() && temperature->numel() == positions,
+                    "cuda_score_rows: temperature must be contiguous float32 of ", positions,
+                    " numbers");
+    a.temperature = static_cast<const float*>(temperature->const_data_ptr());
+  }
+  if (processed.has_value()) {
+    check_place(*processed, "processed", logits);
+    STD_TORCH_CHECK(temperature.has_value() && processed->scalar_type() == ScalarType::Bool &&
+                        processed->is_contiguous() && processed->numel() == positions,
+                    "cuda_score_rows: processed must be contiguous bool of ", positions,
+                    " numbers, beside temperature");
+    a.processed = static_cast<const uint8_t*>(processed->const_data_ptr());
+  }
   a.output = const_cast<int32_t*>(
       int32_words(output, "output", positions * a.layout.output_words(), logits));
   a.scratch = const_cast<int32_t*>(

@@ -9,7 +9,7 @@
     torch.ops.graphed_sampling.prompt_logprobs   logprobs of given tokens, with a gradient
     torch.ops.graphed_sampling.prompt_logprobs_out    the same into memory that is there
     torch.ops.graphed_sampling.linear_logprobs   the same from hidden states and the head's weight
-    torch.ops.graphed_sampling.cuda_score_rows   raw logprobs by the `cuda` backend, little checked
+    torch.ops.graphed_sampling.cuda_score_rows   logprobs by the `cuda` backend, little checked
     torch.ops.graphed_sampling.philox_words      the random words of many draws
     torch.ops.graphed_sampling.scatter_segments  the packed scatter of dirty rows
     torch.ops.graphed_sampling.signal_fd         a stream's signal to an eventfd, of `step.futures`
@@ -34,6 +34,7 @@ from graphed_sampling._build_info import load_native
 from graphed_sampling.advance import apply_records
 from graphed_sampling.backends import flashinfer
 from graphed_sampling.backends.position_records import (
+    AskedFilters,
     Forward,
     Positions,
     Selection,
@@ -124,8 +125,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "cuda_score_rows(Tensor logits, Tensor? rows, Tensor? num_rows, Tensor token_ids, "
-    "Tensor given_ids, Tensor(a!) output, Tensor(b!) scratch, int[] layout, bool rank, "
-    "bool entropy) -> ()"
+    "Tensor given_ids, Tensor? temperature, Tensor? processed, Tensor(a!) output, "
+    "Tensor(b!) scratch, int[] layout, bool rank, bool entropy) -> ()"
 )
 _LIBRARY.define("philox_words(Tensor seed, Tensor position, int stream=0) -> Tensor")
 _LIBRARY.define(
@@ -591,10 +592,7 @@ def _of_backward(
     num_kept: Tensor | None,
 ) -> tuple[Positions, Upstream, Forward]:
     """What the backward ops work on, of their arguments."""
-    filters = None
-    if temperature is not None:
-        off = torch.zeros_like(temperature)
-        filters = Filters(temperature, off.int(), off + 1.0, off).clamped(vocab_size)
+    filters = None if temperature is None else AskedFilters(temperature)
     return (
         Positions(
             Selection(matrix.shape[0], rows, num_rows),

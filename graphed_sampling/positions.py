@@ -1,7 +1,8 @@
 """Logprobs of given tokens at many positions: what the ops of that name do.
 
-Raw rows go to the backend's `score_rows`, processed ones through its own sampling step: a row's
-logprob then has the bits of the step's by construction. Rows are taken in chunks, so that the
+Raw rows go to the backend's `score_rows`, and so do those that a temperature alone processes where
+it takes them; other processed ones go through its own sampling step: a row's logprob then has the
+bits of the step's by construction. Rows are taken in chunks, so that the
 memory beyond the logits does not grow with their number.
 Nothing here waits for the device, so that all of it can be captured in a CUDA graph.
 """
@@ -84,15 +85,17 @@ def score_positions(
     """Fill output, int32 [m, layout.output_words], records of `PositionRecord`."""
     if positions.count == 0:
         return
-    if positions.filters is None or positions.processed is not None:
-        raw = replace(positions, filters=None, processed=None)
-        if positions.processed is not None and positions.filters is not None:
-            raw = raw.without(positions.processed)
-        module.score_rows(logits, raw, output, layout, rank=rank, entropy=entropy)
+    asked = positions.asked_filters
+    wants = {"rank": rank, "entropy": entropy}
+    if asked is None or (asked.only_temperature and getattr(module, "SCORES_TEMPERATURES", False)):
+        module.score_rows(logits, positions, output, layout, **wants)
+        return
+    if positions.processed is not None:
+        raw = replace(positions, asked_filters=None, processed=None).without(positions.processed)
+        module.score_rows(logits, raw, output, layout, **wants)
     else:
         write_nothing(output, layout)
-    if positions.filters is not None:
-        score_by_step(logits, positions, output, layout, module, rank=rank, entropy=entropy)
+    score_by_step(logits, positions, output, layout, module, **wants)
 
 
 def score_by_step(
@@ -364,9 +367,10 @@ def _chunk_gradient(
 
 def _inverse_temperatures(chunk: Positions) -> Tensor | None:
     """fp32 [c, 1]: 1 / T of processed rows, 0 of greedy ones, 1 of raw ones; None: all 1."""
-    if chunk.filters is None:
+    filters = chunk.filters
+    if filters is None:
         return None
-    temperature = chunk.filters.temperature
+    temperature = filters.temperature
     scale = (1.0 / temperature).masked_fill(temperature == 0, 0.0)
     if chunk.processed is not None:
         scale = scale.masked_fill(~chunk.processed, 1.0)

@@ -8,11 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphed_sampling.backends.position_records import Positions, Selection
+from graphed_sampling.backends.position_records import AskedFilters, Positions, Selection
 from graphed_sampling.checks import check_count, check_device, check_vector, check_vocab_size
 from graphed_sampling.layout import TableLayout
 from graphed_sampling.positions import position_layout, scoring_module
-from graphed_sampling.stateless import Filters
 
 MAX_TOP_N: Final = 1024
 """Of the best tokens at a position."""
@@ -89,28 +88,21 @@ class Wishes:
         check_count("top_n", top_n, 0, MAX_TOP_N)
         if processed is not None:
             check_vector("processed", processed, count, torch.bool, device)
-        named: dict[str, tuple[Tensor | None, float, torch.dtype]] = {
-            "temperature": (temperature, 1.0, torch.float32),
-            "top_k": (top_k, 0, torch.int32),
-            "top_p": (top_p, 1.0, torch.float32),
-            "min_p": (min_p, 0.0, torch.float32),
-        }
-        filters = None
-        if processed is not None or any(value is not None for value, _, _ in named.values()):
-            columns = {}
-            for name, (value, off, dtype) in named.items():
-                if value is None:
-                    value = torch.full((count,), off, dtype=dtype, device=device)
+        filters = AskedFilters(temperature, top_k, top_p, min_p)
+        for name, value in filters._asdict().items():
+            dtype = torch.int32 if name == "top_k" else torch.float32
+            if value is not None:
                 check_vector(name, value, count, dtype, device)
-                columns[name] = value
-            filters = Filters(**columns).clamped(size)
+        any_asked = processed is not None or any(value is not None for value in filters)
         module = scoring_module(backend, device)
         if num_rows is not None and rows is not None and is_on_cpu(num_rows):
             _check_numbers("rows", rows[: max(int(num_rows), 0)], matrix.shape[0])
         elif rows is not None and rows.dtype != torch.bool:
             _check_numbers("rows", rows, matrix.shape[0])
         selection = Selection(matrix.shape[0], rows, num_rows)
-        positions = Positions(selection, next_token_ids, given_ids, size, filters, processed)
+        positions = Positions(
+            selection, next_token_ids, given_ids, size, filters if any_asked else None, processed
+        )
         if is_on_cpu(next_token_ids):
             # What is not asked for may hold anything.
             asked = positions.rows >= 0

@@ -31,6 +31,7 @@ from helpers import (
 
 from graphed_sampling import (
     GraphedSampler,
+    PromptLogprobs,
     RequestTable,
     Sampler,
     SamplingParams,
@@ -181,6 +182,8 @@ class ScoreArguments:
         self.num_rows: torch.Tensor | None = None
         self.token_ids = torch.tensor([1, 3], device=pair.device)
         self.given_ids = torch.tensor([[1], [3]], device=pair.device)
+        self.temperature: torch.Tensor | None = torch.ones(2, device=pair.device)
+        self.processed: torch.Tensor | None = None
         self.output, self.scratch = (
             torch.zeros(shape, dtype=torch.int32, device=pair.device)
             for shape in ((2, layout.output_words), cuda._score_scratch_words(layout, entropy))
@@ -206,6 +209,10 @@ class ScoreArguments:
         ("num_rows", lambda _: torch.zeros(0, dtype=torch.int32), "num_rows must be"),
         ("token_ids", lambda t: t[:1], "token_ids must be"),
         ("given_ids", lambda t: t[:1], "given_ids must be"),
+        ("temperature", lambda t: t[:1], "temperature must be"),
+        ("temperature", lambda t: t.double(), "temperature must be"),
+        ("processed", lambda _: torch.ones(1, dtype=torch.bool), "processed must be"),
+        ("processed", lambda _: torch.ones(2), "processed must be"),
         ("output", lambda t: t[:1], "output must be"),
         ("output", lambda t: t.float(), "output must be"),
         ("layout", lambda t: t[:-1], "layout has 8 numbers"),
@@ -277,6 +284,57 @@ def test_the_kernels_find_out_what_is_none(pair: BackendDevice, kind: str, round
     padding = records[0][:, PositionRecord.FLAGS] == RowFlags.PADDING
     assert torch.equal(padding, asked.rows < 0)
     assert padding.any() == (kind != "all")
+
+
+TEMPERATURES = [0.0, 1e-6, 1e-5, 0.3, 0.8, 1.0, 2.5, 1e10, 1e31, -1.0, np.nan, np.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [5_003, 16_384])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_temperatures_have_the_bits_of_a_step(
+    pair: BackendDevice,
+    dtype: torch.dtype,
+    vocab: int,
+    mixed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that a temperature alone processes: by their own kernel, and by the sampling step."""
+    rows = rows_of_every_kind(16, vocab, dtype)
+    rows[12, ::7] = torch.inf
+    rows[13] = -6e5  # so far down that raw weights are worked out anew
+    rows[13, 11] = -5.9e5
+    logits = rows.repeat(len(TEMPERATURES), 1).to(pair.device)
+    count = len(logits)
+    temperature = torch.tensor(TEMPERATURES).repeat_interleave(len(rows)).to(pair.device)
+    rng = np.random.default_rng(vocab)
+    token_ids = torch.from_numpy(rng.integers(0, vocab, count)).to(pair.device)
+    token_ids[::3] = logits[::3].nan_to_num(nan=-torch.inf).argmax(1)
+    given_ids = torch.from_numpy(rng.integers(-1, vocab, (count, 3))).to(pair.device)
+    given_ids[:, 0] = 0
+    processed = torch.from_numpy(rng.random(count) < 0.5).to(pair.device) if mixed else None
+    chosen = torch.from_numpy(rng.random(count) < 0.8).to(pair.device)
+    records = {}
+    for alone in (True, False):
+        monkeypatch.setattr(cuda, "SCORES_TEMPERATURES", alone)
+        told = torch.ops.graphed_sampling.prompt_logprobs(
+            logits, token_ids, chosen, None, given_ids, temperature, processed=processed, top_n=5,
+            rank=True, entropy=True, backend="cuda",
+        )  # fmt: skip
+        records[alone] = PromptLogprobs(*(t.cpu() for t in told))
+    own, by_step = records[True], records[False]
+    for name in PromptLogprobs._fields:
+        mine, expected = getattr(own, name), getattr(by_step, name)
+        if name == "entropies":
+            near = 2e-6 * expected.abs().clamp(min=8) / 8
+            wrong = ~((mine - expected).abs() <= near) & ~(mine.isnan() & expected.isnan())
+        else:
+            both_nan = (mine != mine) & (expected != expected)
+            wrong = ~((mine == expected) | both_nan)
+        bad = wrong.reshape(count, -1).any(1).nonzero()[:, 0].tolist()
+        kinds = {(i % len(rows), TEMPERATURES[i // len(rows)]) for i in bad}
+        assert not bad, (name, kinds, mine[bad[:3]], expected[bad[:3]])
+    assert own.num_kept.any() and (own.logprobs > -torch.inf).any()
 
 
 @pytest.mark.parametrize(("vocab", "entropy"), [(40, True), (70_001, True), (262_145, False)])
@@ -768,8 +826,9 @@ def rows_of_every_kind(count: int, vocab: int, dtype: torch.dtype) -> torch.Tens
 @pytest.mark.parametrize("top_n", [0, 5, 24, 25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("tempered", [False, True], ids=["raw", "tempered"])
 def test_a_relay_of_warps_gives_the_bits_of_a_block(
-    pair: BackendDevice, dtype: torch.dtype, top_n: int, seed: int
+    pair: BackendDevice, dtype: torch.dtype, top_n: int, seed: int, tempered: bool
 ) -> None:
     if seed and not pair.emulated:
         pytest.skip("the order of a GPU's threads cannot be chosen")
@@ -782,12 +841,17 @@ def test_a_relay_of_warps_gives_the_bits_of_a_block(
         torch.from_numpy(rng.integers(-1 if shape[1:] else 0, vocab, shape)).to(pair.device)
         for shape in ((count,), (count, 3))
     )
+    filters = {}
+    if tempered:
+        temperature = torch.from_numpy(rng.choice(TEMPERATURES, count)).float().to(pair.device)
+        processed = torch.from_numpy(rng.random(count) < 0.8).to(pair.device)
+        filters = {"temperature": temperature, "processed": processed}
 
     def score(some: slice) -> torch.Tensor:
         record = new_prompt_output(len(rows[some]), top_n, 3, device=pair.device)
         torch.ops.graphed_sampling.prompt_logprobs_out(
             logits, tokens[some], record, backend="cuda", rows=rows[some].to(pair.device),
-            given_ids=given[some], top_n=top_n,
+            given_ids=given[some], top_n=top_n, **{name: f[some] for name, f in filters.items()},
         )  # fmt: skip
         return record.cpu()
 

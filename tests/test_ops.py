@@ -285,8 +285,8 @@ def test_opcheck_of_every_op(device: str) -> None:
         torch.library.opcheck(
             OPS.cuda_score_rows.default,
             (
-                torch.randn(3, V, device=device), ids, None, ids, ids[:0].view(3, 0), record,
-                record[:0].view(-1), position_layout(V, 0, 0).to_ints(), True, False,
+                torch.randn(3, V, device=device), ids, None, ids, ids[:0].view(3, 0), None, None,
+                record, record[:0].view(-1), position_layout(V, 0, 0).to_ints(), True, False,
             ),
             test_utils=checks,
         )  # fmt: skip

@@ -124,6 +124,17 @@ __device__ inline float weight_by_warp(int groups, const float* maxima, const fl
   return weight;
 }
 
+// The mass of all groups, by one warp.
+__device__ inline int64_t mass_by_warp(int groups, const float* maxima, const float* sums,
+                                       float largest, float scale, int lane) {
+  int64_t mass = 0;
+#pragma unroll 4
+  for (int group = lane; group < groups; group += kWarp) {
+    mass += group_mass(load_now(maxima + group), load_now(sums + group), largest, scale);
+  }
+  return sum_of_lanes(mass);
+}
+
 // A thread's part of the mass of all groups, whose statistics are in shared memory.
 __device__ inline int64_t mass_of_owned(const Owned& owned, const float* maxima, const float* sums,
                                         float largest, float scale) {

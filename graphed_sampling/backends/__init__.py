@@ -24,6 +24,8 @@ REFUSES may hold "words" too, the argument of a step. A backend may also have
     REMEDIES: Mapping[str, str]               of what it refuses, what would serve
     configured(options) -> object             the same names, for options other than the default
     TAKES_GROUP_STATS: bool                   whether its step takes `group_stats`
+    SCORES_TEMPERATURES: bool                 whether its `score_rows` takes rows that a temperature
+                                              and nothing else processes, as its step does
 
 Options follow a backend's name: "flashinfer:route=slab,..." is `flashinfer` with that option.
 """

@@ -26,6 +26,7 @@ NAME: Final = "cuda"
 CHOSEN_FOR: Final = "tables on a GPU for which the native library is built"
 REFUSES: Final[frozenset[str]] = frozenset()
 TAKES_GROUP_STATS: Final = True
+SCORES_TEMPERATURES: Final = True
 
 # The geometry and the scratch of csrc: tokens of a group and groups of a tile; words of a row, of a
 # group and of the list around the cut of a flat row, which smaller vocabularies go without.
@@ -368,8 +369,14 @@ def score_rows(
     rank: bool,
     entropy: bool,
 ) -> None:
-    """Raw logprobs at many positions: see `backends`."""
-    selection = positions.selection
+    """Logprobs at many positions: see `backends`."""
+    selection, asked = positions.selection, positions.asked_filters
+    temperature = None
+    if asked is not None:
+        temperature = asked.temperature
+        if temperature is None:
+            temperature = torch.ones_like(positions.token_ids, dtype=torch.float32)
+    processed = positions.processed
     scratch = torch.empty(
         _score_scratch_words(layout, entropy), dtype=torch.int32, device=logits.device
     )
@@ -379,6 +386,8 @@ def score_rows(
         selection.num_rows,
         positions.token_ids.contiguous(),
         positions.given_ids.contiguous(),
+        None if temperature is None else temperature.contiguous(),
+        None if processed is None else processed.contiguous(),
         output,
         scratch,
         layout.to_ints(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,22 +55,51 @@ class Selection:
         return self.rows.masked_fill(outside, -1)
 
 
+class AskedFilters(NamedTuple):
+    """Of `Filters` those that were asked for, in any range; the others, None, are off."""
+
+    temperature: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+
+    @property
+    def only_temperature(self) -> bool:
+        return self.top_k is None and self.top_p is None and self.min_p is None
+
+    def chunk(self, part: slice) -> AskedFilters:
+        return AskedFilters(*(None if f is None else f[part] for f in self))
+
+    def complete(self, like: Tensor, vocab_size: int) -> Filters:
+        """All of them, clamped, as many as `like` has."""
+
+        def column(given: Tensor | None, off: float, dtype: torch.dtype) -> Tensor:
+            return torch.full_like(like, off, dtype=dtype) if given is None else given
+
+        return Filters(
+            column(self.temperature, 1.0, torch.float32),
+            column(self.top_k, 0, torch.int32),
+            column(self.top_p, 1.0, torch.float32),
+            column(self.min_p, 0.0, torch.float32),
+        ).clamped(vocab_size)
+
+
 @dataclass(frozen=True)
 class Positions:
     """What is asked about rows of logits, or of what logits come from; all tensors are on its
     device.
 
     token_ids: int64 [m]; given_ids: int64 [m, g]; none where they are outside of [0, vocab_size).
-    filters: where any row is processed. processed: bool [m], which rows are, None for all of them
-    where there are filters. A kernel that finds out by itself what is none takes these; it is
-    several operations less than `rows` and the accepted ids.
+    asked_filters: where any row is processed. processed: bool [m], which rows are, None for all of
+    them where there are filters. A kernel that finds out by itself what is none takes these; it is
+    several operations less than `rows`, `filters` and the accepted ids.
     """
 
     selection: Selection
     token_ids: Tensor
     given_ids: Tensor
     vocab_size: int
-    filters: Filters | None = None
+    asked_filters: AskedFilters | None = None
     processed: Tensor | None = None
 
     @property
@@ -95,9 +125,15 @@ class Positions:
         """int64 [m, g], -1 for none."""
         return accepted_ids(self.given_ids, self.vocab_size)
 
+    @cached_property
+    def filters(self) -> Filters | None:
+        """[m] each, clamped."""
+        asked = self.asked_filters
+        return None if asked is None else asked.complete(self.token_ids, self.vocab_size)
+
     def chunk(self, part: slice) -> Positions:
         """Some of the positions: in order, of as many rows; else of any of all rows."""
-        selection, filters = self.selection, self.filters
+        selection, filters = self.selection, self.asked_filters
         if not self.in_order:
             selection = Selection(selection.matrix_rows, self.rows[part])
         else:
@@ -108,7 +144,7 @@ class Positions:
             self.token_ids[part],
             self.given_ids[part],
             self.vocab_size,
-            filters=filters and Filters(*(f[part] for f in filters)),
+            asked_filters=None if filters is None else filters.chunk(part),
             processed=None if self.processed is None else self.processed[part],
         )
 
