@@ -103,7 +103,7 @@ class Wishes:
         positions = Positions(
             selection, next_token_ids, given_ids, size, filters if any_asked else None, processed
         )
-        if is_on_cpu(next_token_ids):
+        if next_token_ids.device.type == "cpu" and is_on_cpu(positions.rows):
             # What is not asked for may hold anything.
             asked = positions.rows >= 0
             _check_numbers("next_token_ids", next_token_ids[asked], size)

@@ -371,17 +371,114 @@ def test_a_list_of_rows_may_repeat_and_skip(pair: BackendDevice) -> None:
             assert_same(one, alone)
 
 
-def test_slack_may_hold_anything() -> None:
+def test_slack_may_hold_anything(pair: BackendDevice) -> None:
     """On the CPU too, where ids are checked."""
-    logits = torch.randn(3, V)
-    tokens, given = torch.tensor([1, 999, -7]), torch.tensor([[1], [-9], [999]])
-    mask = torch.tensor([True, False, False])
-    listed = {"rows": torch.tensor([0, 77, -5]), "num_rows": torch.tensor([1], dtype=torch.int32)}
-    expected = prompt_logprobs(logits[:1], tokens[:1], given_ids=given[:1])
+    device, backend = pair.device, pair.backend
+    logits = torch.randn(3, V, device=device)
+    tokens = torch.tensor([1, 999, -7], device=device)
+    given = torch.tensor([[1], [-9], [999]], device=device)
+    mask = torch.tensor([True, False, False], device=device)
+    listed = {
+        "rows": torch.tensor([0, 77, -5], device=device),
+        "num_rows": torch.tensor([1], dtype=torch.int32, device=device),
+    }
+    expected = prompt_logprobs(logits[:1], tokens[:1], given_ids=given[:1], backend=backend)
     for selection in ({"rows": mask}, listed):
-        got = prompt_logprobs(logits, tokens, given_ids=given, **selection)
+        got = prompt_logprobs(logits, tokens, given_ids=given, backend=backend, **selection)
         assert_same(PromptLogprobs(*(t[:1] for t in got)), expected)
         assert_nothing(PromptLogprobs(*(t[1:] for t in got)))
+
+
+@pytest.mark.parametrize("filters", ["temperature", "top_k"])
+@pytest.mark.parametrize("kind", ["mask", "list"])
+def test_some_of_the_rows_asked_for_are_processed(
+    pair: BackendDevice, kind: str, filters: str
+) -> None:
+    logits = torch.randn(8, V).to(pair.device)
+    tokens = torch.arange(8).to(pair.device)
+    columns: dict[str, Tensor] = {"temperature": torch.full((8,), 0.7)}
+    if filters == "top_k":
+        columns["top_k"] = torch.full((8,), 9, dtype=torch.int32)
+    columns["processed"] = torch.tensor([1, 1, 0, 0, 1, 0, 0, 1], dtype=torch.bool)
+    columns = {name: column.to(pair.device) for name, column in columns.items()}
+    live = [True, False, True, False, True, True, False, False]
+    rows, num_rows = torch.tensor(live), None
+    of_position = range(8)
+    if kind == "list":
+        live = [True] * 5 + [False] * 3
+        of_position = [7, 0, 0, 3, 1, 2, 2, 2]
+        rows, num_rows = torch.tensor(of_position), torch.tensor([5], dtype=torch.int32)
+        num_rows = num_rows.to(pair.device)
+    options = {"top_n": 2, "rank": True, "entropy": True, "backend": pair.backend}
+
+    def score(rows: Tensor, num_rows: Tensor | None, some: slice) -> PromptLogprobs:
+        return PromptLogprobs(
+            *OPS.prompt_logprobs(
+                logits, tokens[some], rows.to(pair.device), num_rows, None,
+                **{name: column[some] for name, column in columns.items()}, **options,
+            )
+        )  # fmt: skip
+
+    together = score(rows, num_rows, slice(8))
+    for i in range(8):
+        one = PromptLogprobs(*(t[i : i + 1] for t in together))
+        if live[i]:
+            alone = score(torch.tensor([of_position[i]]), None, slice(i, i + 1))
+            assert_same(one, alone)
+            row = logits[of_position[i] : of_position[i] + 1]
+            raw = prompt_logprobs(row, tokens[i : i + 1], **options)
+            assert same(one.logprobs, raw.logprobs) != bool(columns["processed"][i])
+        else:
+            assert_nothing(one)
+    kept = together.num_kept.tolist()
+    expected = columns["processed"].tolist()
+    if filters == "top_k":
+        assert kept == [9 if live[i] and expected[i] else 0 for i in range(8)]
+
+
+def test_what_is_out_of_range_counts_as_none_on_a_device(
+    pair: BackendDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There nobody waits to look at it; on the CPU as it is on a device. Gradients too."""
+    monkeypatch.setattr("graphed_sampling.wishes.is_on_cpu", lambda _: False)
+    far = [V, V + 1, -1, -2, 2**32, 2**32 + 3, -(2**40), 2**63 - 1, -(2**63)]
+    rows = torch.tensor([4, *far[1:], 0, 1, 2, 3, 3], device=pair.device)  # of 4 rows
+    ids = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, V, 2**32 + 1, 5, -4, V - 1], device=pair.device)
+    given = torch.tensor([[V], [5], [-3]] * 4 + [[2**33], [0]], device=pair.device)
+    clean_rows = rows.masked_fill((rows < 0) | (rows >= 4), -1)
+    clean_ids, clean_given = (t.masked_fill((t < 0) | (t >= V), -1) for t in (ids, given))
+    results, gradients = [], []
+    for asked in ((rows, ids, given), (clean_rows, clean_ids, clean_given)):
+        logits = torch.randn(4, V, generator=torch.Generator().manual_seed(1)).to(pair.device)
+        logits.requires_grad_()
+        got = prompt_logprobs(
+            logits, asked[1], rows=asked[0], given_ids=asked[2], top_n=2, rank=True, entropy=True,
+            backend=pair.backend,
+        )  # fmt: skip
+        told = [got.logprobs, got.given_logprobs, got.top_logprobs, got.entropies]
+        results.append(PromptLogprobs(*(t.detach() for t in got)))
+        gradients += torch.autograd.grad(told, logits, [torch.ones_like(t) for t in told])
+    assert_same(*results)
+    assert same(*gradients) and gradients[0].abs().max() > 0
+    assert_nothing(PromptLogprobs(*(t[: len(far)] for t in results[0])))
+    told_of = ~results[0].logprobs.isnan()
+    assert told_of.tolist() == [False] * (len(far) + 2) + [True, False, True]
+
+
+def test_rows_in_any_memory(pair: BackendDevice) -> None:
+    """A mask or list that is not contiguous."""
+    logits, tokens = torch.randn(4, V).to(pair.device), torch.arange(4).to(pair.device)
+    mask = torch.tensor([1, 9, 0, 9, 1, 9, 0, 9]).to(pair.device)[::2] == 1
+    strided = torch.stack([mask, ~mask], 1)[:, 0]
+    listed = torch.tensor([[3, 0], [1, 0], [-1, 0], [1, 0]]).to(pair.device)[:, 0]
+    yes = torch.ones(1, dtype=torch.bool, device=pair.device).expand(4)
+    for rows in (strided, listed, yes):
+        assert not rows.is_contiguous()
+        got, expected = (
+            prompt_logprobs(logits, tokens, rows=chosen, top_n=1, backend=pair.backend)
+            for chosen in (rows, rows.clone(memory_format=torch.contiguous_format))
+        )
+        assert_same(got, expected)
 
 
 def assert_nothing(got: PromptLogprobs) -> None:

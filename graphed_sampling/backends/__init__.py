@@ -15,7 +15,8 @@ and, where it takes part in `prompt_logprobs`, raw logprobs of given tokens at m
 which have the bits of its step's:
 
     score_rows(logits, positions, output, layout, *, rank, entropy) -> None
-                                              every position's record, see `layout.PositionRecord`
+                                              every position's record, see `layout.PositionRecord`;
+                                              what is asked for may be out of range, see `Positions`
     gradient_rows(result, logits, positions, upstream, forward, scale, vocab_size) -> None
                                               where it has a kernel: their gradients; optional
 
