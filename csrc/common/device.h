@@ -161,9 +161,11 @@ __device__ __forceinline__ uint32_t spread_signs(uint32_t a, uint32_t b, uint32_
 __device__ __forceinline__ uint4 load_passing(const uint4* place) {
 #ifdef __CUDACC__
   uint4 loaded;
-  asm("ld.global.nc.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(loaded.x), "=r"(loaded.y), "=r"(loaded.z), "=r"(loaded.w)
-      : "l"(__cvta_generic_to_global(place)));
+  // Volatile: a plain one is a function of its address, and might come before a wait for the grid
+  // that writes what is there.
+  asm volatile("ld.global.nc.L1::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(loaded.x), "=r"(loaded.y), "=r"(loaded.z), "=r"(loaded.w)
+               : "l"(__cvta_generic_to_global(place)));
   return loaded;
 #else
   return __ldg(place);
