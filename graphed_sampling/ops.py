@@ -40,6 +40,7 @@ from graphed_sampling.backends.position_records import (
     Selection,
     Upstream,
     accepted_ids,
+    join_gradients,
 )
 from graphed_sampling.checks import (
     check_bitmask,
@@ -533,15 +534,7 @@ def _backward_arguments(ctx: Any, sources: int, gradients: tuple[Any, ...]) -> t
         of_entropies = None
     saved = ctx.saved_tensors
     ids, logprobs, entropies, normalisers, *selection = saved[sources:]
-    of_lists = [None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top]
-    widths = (1, ctx.num_given, ids.shape[1] - 1 - ctx.num_given)
-    joined = torch.cat(
-        [
-            logprobs.new_zeros(ids.shape[0], width) if gradient is None else gradient
-            for gradient, width in zip(of_lists, widths, strict=True)
-        ],
-        1,
-    )
+    joined = join_gradients(of_logprobs, of_given, of_top, logprobs, ctx.num_given)
     return (
         *saved[:sources], ids, logprobs, joined, of_entropies, entropies, normalisers, *selection,
         ctx.vocab_size, ctx.backend,

@@ -166,6 +166,27 @@ class Positions:
         return logits.index_select(0, self.rows.clamp(min=0))
 
 
+def join_gradients(
+    of_logprobs: Tensor | None,
+    of_given: Tensor | None,
+    of_top: Tensor | None,
+    logprobs: Tensor,
+    num_given: int,
+) -> Tensor:
+    """[m, k], as logprobs of the next token, of num_given given ones and of the best, side by side:
+    what came upstream for each, [m], [m, g] and [m, n]; zeros where nothing did."""
+    count, width = logprobs.shape
+    parts = (None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top)
+    widths = (1, num_given, width - 1 - num_given)
+    return torch.cat(
+        [
+            logprobs.new_zeros(count, size) if part is None else part
+            for part, size in zip(parts, widths, strict=True)
+        ],
+        1,
+    )
+
+
 @dataclass(frozen=True)
 class Upstream:
     """Gradients that reach the selected logprobs and the entropies of m positions.

@@ -20,7 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from graphed_sampling import checks, positions
 from graphed_sampling.backends.exact_math import log
-from graphed_sampling.backends.position_records import Forward, Positions, Selection, Upstream
+from graphed_sampling.backends.position_records import (
+    Forward,
+    Positions,
+    Selection,
+    Upstream,
+    join_gradients,
+)
 from graphed_sampling.distributed.agreement import member_group
 from graphed_sampling.distributed.collectives import all_gather_single
 from graphed_sampling.distributed.shards import check_vocab_ranges
@@ -134,14 +140,9 @@ class _ShardedLogprobs(torch.autograd.Function):
         of_logprobs, of_given, of_top, of_entropies = gradients[:4]
         shard: _Shard = ctx.shard
         logits, rows, ids, logprobs, entropies, normalisers = ctx.saved_tensors
-        widths = (1, ctx.num_given, ids.shape[1] - 1 - ctx.num_given)
-        of_lists = [None if of_logprobs is None else of_logprobs.unsqueeze(1), of_given, of_top]
-        joined = [
-            logprobs.new_zeros(ids.shape[0], width) if gradient is None else gradient
-            for gradient, width in zip(of_lists, widths, strict=True)
-        ]
+        joined = join_gradients(of_logprobs, of_given, of_top, logprobs, ctx.num_given)
         upstream = Upstream.of(
-            ids, logprobs, torch.cat(joined, 1), of_entropies if shard.entropy else None
+            ids, logprobs, joined, of_entropies if shard.entropy else None
         ).of_tokens_from(shard.start)
         forward = Forward(normalisers, entropies, None)
         selection = Selection(logits.shape[0], rows >= 0 if ctx.in_order else rows)
