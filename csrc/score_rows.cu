@@ -99,24 +99,26 @@ __device__ inline Wishes wishes_for(const Temperature& at, bool entropy) {
 }
 
 // Of a processed row, whose largest logit is known: what its logprobs are worked out from. Lets the
-// row know what is special about it.
+// row know what is special about it, and the task of the mass.
 template <class Logits>
 __device__ __noinline__ Normaliser normaliser_of(Shared& shared, Block& block, const Temperature at,
                                                  float largest) {
   Task& task = shared.task;
   const bool special = !(fabsf(largest) < kInf);
+  if (block.thread() == 0) task.largest = largest;
+  __syncthreads();
   Normaliser normaliser = {
       true, largest, 0.0, {special ? 0.0f : largest, kNegInf, task.row.vocab}, at.scale};
   if (largest == kNegInf) {
     normaliser.kept = {0.0f, 0.0f, 0};  // the first token, as if it were all
   } else if (at.greedy) {
-    if (block.thread() == 0) task.largest = largest;
-    __syncthreads();
     const int token = first_maximum<Logits>(shared, block, task.at.maxima);
     normaliser.kept = {normaliser.kept.highest, normaliser.kept.highest, token};
   } else {
-    normaliser.log = log_mass(mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest,
-                                             static_cast<float>(at.scale)));
+    const int64_t mass = mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest,
+                                        static_cast<float>(at.scale));
+    if (block.thread() == 0) task.total = mass;
+    normaliser.log = log_mass(mass);
   }
   __syncthreads();
   if (special && block.thread() == 0) {
@@ -159,26 +161,26 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int t
   if (a.entropy && one_kept) {
     entropy = 0.0f;
   } else if (a.entropy && fabsf(largest) < kInf) {
-    const int64_t total = mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest,
-                                         static_cast<float>(at.scale));
-    if (thread == 0) {
-      task.largest = largest;
-      task.total = total;
+    if (!at.processed) {
+      const int64_t total =
+          mass_of_groups(shared, block, task.at.maxima, task.at.sums, largest, kLog2E);
+      if (thread == 0) {
+        task.largest = largest;
+        task.total = total;
+      }
+      __syncthreads();
     }
-    __syncthreads();
     const double mean = mean_of_groups(shared, block);
     entropy = static_cast<float>(fmax(normaliser.log - mean * kLn2, 0.0));
   }
 
-  // The row as logprobs see it, which may be special, and as its logits lie there.
-  const Row& row = at.processed ? task.row : task.raw_row;
-  const auto y_of = [&](float x, int id) { return at.processed ? special_or(row, x, id) : x; };
+  const Row& row = task.row;  // special only where it is processed
   clear_lists(layout, out, 0, layout.max_logprobs, threads_of_block());
   for (int i = thread; i < layout.max_logprob_ids; i += kThreads) {
     const int given = given_id(a, index, i);
     if (given < 0) continue;
     const float x = load_logit<Logits>(row, given);
-    const float logprob = normaliser.logprob(x, y_of(x, given), given);
+    const float logprob = normaliser.logprob(x, special_or(row, x, given), given);
     out[layout.given_logprobs() + i] = __float_as_int(logprob);
   }
   if (layout.max_logprobs > 0) {
@@ -190,7 +192,7 @@ __device__ __noinline__ void score_row(const ScoreArguments& a, int index, int t
   int rank = 0;
   if (token >= 0) {
     const float x = load_logit<Logits>(row, token);
-    const float y = y_of(x, token);
+    const float y = special_or(row, x, token);
     logprob = normaliser.logprob(x, y, token);
     if (a.rank && at.processed && largest == kNegInf) {
       rank = token == 0 ? 1 : 2;
@@ -260,7 +262,6 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
       static_cast<Source&>(task.row) = source;
       task.row.special = kNormal;
       task.row.scale = scale;
-      task.raw_row = task.row;
       task.wishes = wishes;
       task.at = at;
       task.groups = groups;

@@ -2,8 +2,8 @@
 
 Raw rows go to the backend's `score_rows`, and so do those that a temperature alone processes where
 it takes them; other processed ones go through its own sampling step: a row's logprob then has the
-bits of the step's by construction. Rows are taken in chunks, so that the
-memory beyond the logits does not grow with their number.
+bits of the step's by construction. Rows are taken in chunks, so that the memory beyond the logits
+does not grow with their number.
 Nothing here waits for the device, so that all of it can be captured in a CUDA graph.
 """
 

@@ -37,6 +37,7 @@ from graphed_sampling import (
     SamplingParams,
     backends,
     new_prompt_output,
+    positions,
 )
 from graphed_sampling.backends import cuda
 from graphed_sampling.backends.position_records import Positions, Selection
@@ -276,9 +277,9 @@ def test_the_kernels_find_out_what_is_none(pair: BackendDevice, kind: str, round
     )
     layout = position_layout(vocab, 2, 2)
     records = []
-    for positions in (asked, told):
+    for chosen in (asked, told):
         record = torch.zeros(count, layout.output_words, dtype=torch.int32, device=pair.device)
-        cuda.score_rows(logits, positions, record, layout, rank=False, entropy=False)
+        cuda.score_rows(logits, chosen, record, layout, rank=False, entropy=False)
         records.append(record)
     assert torch.equal(*records)
     padding = records[0][:, PositionRecord.FLAGS] == RowFlags.PADDING
@@ -314,14 +315,23 @@ def test_temperatures_have_the_bits_of_a_step(
     given_ids[:, 0] = 0
     processed = torch.from_numpy(rng.random(count) < 0.5).to(pair.device) if mixed else None
     chosen = torch.from_numpy(rng.random(count) < 0.8).to(pair.device)
-    records = {}
+    records, steps = {}, []
+    score_by_step = positions.score_by_step
+
+    def counted_step(*arguments: Any, **wishes: Any) -> None:
+        steps.append(1)
+        score_by_step(*arguments, **wishes)
+
+    monkeypatch.setattr(positions, "score_by_step", counted_step)
     for alone in (True, False):
         monkeypatch.setattr(cuda, "SCORES_TEMPERATURES", alone)
+        steps.clear()
         told = torch.ops.graphed_sampling.prompt_logprobs(
             logits, token_ids, chosen, None, given_ids, temperature, processed=processed, top_n=5,
             rank=True, entropy=True, backend="cuda",
         )  # fmt: skip
         records[alone] = PromptLogprobs(*(t.cpu() for t in told))
+        assert bool(steps) != alone
     own, by_step = records[True], records[False]
     for name in PromptLogprobs._fields:
         mine, expected = getattr(own, name), getattr(by_step, name)
