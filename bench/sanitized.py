@@ -76,6 +76,15 @@ def run_positions(vocab: int, count: int, dtype: torch.dtype) -> None:
         torch.ops.graphed_sampling.prompt_logprobs_out(
             logits, tokens, record, backend="cuda", top_n=top_n, rank=rank, entropy=entropy
         )
+    record = new_prompt_output(count, device="cuda")
+    temperature = torch.linspace(0.0, 2.0, count, device="cuda")
+    chosen = torch.arange(count, device="cuda") % 3 == 0
+    for rows in (None, chosen, chosen.nonzero()[:, 0]):
+        of = slice(None) if rows is None or rows.dtype == torch.bool else rows
+        for heated in (None, temperature[of]):
+            torch.ops.graphed_sampling.prompt_logprobs_out(
+                logits, tokens[of], record[of], backend="cuda", rows=rows, temperature=heated
+            )
     torch.cuda.synchronize()
 
 
