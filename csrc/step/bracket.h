@@ -70,8 +70,17 @@ struct FineBins {
         width((high_ - low_) / static_cast<float>(kFineBins)),
         per_width(static_cast<float>(kFineBins) / (high_ - low_)),
         unit(4.29e9f / static_cast<float>(tokens)) {}
-  __device__ int bin(float key) const {
-    return min(max(static_cast<int>((high - key) * per_width), 0), kFineBins - 1);
+  struct Place {
+    int bin;
+    float number;  // the same
+  };
+  __device__ Place place(float key) const {
+    // What is added leaves no bits for a fraction: neither conversion takes an instruction of its
+    // own kind, of which there are few.
+    constexpr float kWhole = 8388608.0f;
+    const float place = fminf(fmaxf((high - key) * per_width, 0.0f), kFineBins - 1.0f);
+    const float whole = __fadd_rz(place, kWhole);
+    return {__float_as_int(whole) & 0x7FFFFF, whole - kWhole};
   }
   // The key with which a bin begins.
   __device__ float top(int bin) const { return high - width * static_cast<float>(bin); }
@@ -85,36 +94,54 @@ __device__ inline float largest_z(const Weighing& weighing, const FineBins& bins
   return above_mean ? weighing.mean - top + bins.width : weighing.mean + top;
 }
 
-// A block's part of weighing tokens, into its own bins: every `step`th piece from `first` on, of
-// evenly spaced windows. Returns what a thread's weigh below all bins.
-template <class Logits>
-__device__ __noinline__ int64_t weigh_tokens(int first, int step) {
+// A thread's tokens of `weigh_tokens`. kUsual: by weight, of all that lie between two values of y.
+template <class Logits, bool kUsual>
+__device__ __forceinline__ int64_t weigh_own(int first, int step) {
   Shared& shared = the_shared();
   const Row& row = shared.request.row;
   const Kept kept = shared.request.kept;
   const Weighing weighing = shared.request.weighing;
   const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
-  const float scale = row.scale;
+  const float scale = row.scale, lowest = fmaxf(kept.lowest, -kFltMax);
   constexpr unsigned kPiecesOfWindow = kWindow / kPiece;
   const auto windows = static_cast<unsigned>(shared.task.groups / kGroupsOfWindow);
   const auto sampled = static_cast<unsigned>(weighing.sampled / kGroupsOfWindow);
   const int pieces = static_cast<int>(sampled * kPiecesOfWindow);
+  const auto first_of = [&](int piece) {
+    const auto place = static_cast<unsigned>(min(piece, pieces - 1));
+    const unsigned number = place / kPiecesOfWindow;
+    const unsigned window = sampled == windows ? number : number * windows / sampled;
+    return static_cast<int>(window * kWindow + place % kPiecesOfWindow * kPiece);
+  };
+  const bool whole = is_in_whole_pieces<Logits>(row);
+  int next_tokens[kAtOnce];
+  Pack<Logits> next[kAtOnce];
+  const auto load_from = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) next_tokens[i] = first_of(begin + i * step);
+    // Without a branch for each they are all on their way at once.
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        next[i] = load_whole_pack<Logits>(row.logits, min(next_tokens[i], row.vocab - kPiece));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) next[i] = load_pack<Logits>(row, next_tokens[i]);
+    }
+  };
+  load_from(first);
   int64_t below = 0;
 #pragma unroll 1
   for (int begin = first; begin < pieces; begin += kAtOnce * step) {
-    const auto first_of = [&](int i) {
-      const auto place = static_cast<unsigned>(min(begin + i * step, pieces - 1));
-      const unsigned number = place / kPiecesOfWindow;
-      const unsigned window = sampled == windows ? number : number * windows / sampled;
-      return static_cast<int>(window * kWindow + place % kPiecesOfWindow * kPiece);
-    };
     int tokens[kAtOnce];
     Pack<Logits> packs[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      tokens[i] = first_of(i);
-      packs[i] = load_pack<Logits>(row, tokens[i]);
+      tokens[i] = next_tokens[i];
+      packs[i] = next[i];
     }
+    if (begin + kAtOnce * step < pieces) load_from(begin + kAtOnce * step);
     // A loop, whose instructions come once, through which the packs move on.
 #pragma unroll 1
     for (int i = 0; i < kAtOnce && begin + i * step < pieces; ++i) {
@@ -123,31 +150,53 @@ __device__ __noinline__ int64_t weigh_tokens(int first, int step) {
       y_of_pack<Logits>(row, packs[0], token, y);
       move_on(packs);
       move_on(tokens);
+      if (token >= row.vocab) continue;
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
-        if (!kept.holds(y[j], token + j)) continue;
-        const float z = z_of(y[j], kept.highest, scale);
-        const float key = weighing.by_distance ? -fabsf(weighing.mean - z) : z;
-        if (key > bins.high) continue;
-        const bool above_mean = weighing.by_distance && z > weighing.mean;
-        const bool inside = key >= bins.low || above_mean;
-        const int bin = bins.bin(key);
-        uint32_t weight = 1;
-        if (!weighing.by_count) {
-          const float base =
-              largest_z(weighing, bins, inside ? bins.top(bin) : bins.low, above_mean);
-          // Integers, so that the order of their sums decides nothing.
-          weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
-        }
-        if (inside) {
-          atomicAdd(&shared.fine_bins[above_mean ? 1 : 0][bin], weight);
+        if constexpr (kUsual) {
+          const float z = z_of(y[j], kept.highest, scale);
+          const bool counts = y[j] >= lowest && y[j] <= kept.highest && z <= bins.high;
+          const bool inside = z >= bins.low;
+          const FineBins::Place place = bins.place(z);
+          const float base = inside ? bins.high - bins.width * place.number : bins.low;
+          const auto weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
+          if (counts && inside) atomicAdd(&shared.fine_bins[0][place.bin], weight);
+          below += counts && !inside ? weight : 0;
         } else {
-          below += weight;
+          if (!kept.holds(y[j], token + j)) continue;
+          const float z = z_of(y[j], kept.highest, scale);
+          const float key = weighing.by_distance ? -fabsf(weighing.mean - z) : z;
+          if (key > bins.high) continue;
+          const bool above_mean = weighing.by_distance && z > weighing.mean;
+          const bool inside = key >= bins.low || above_mean;
+          const int bin = bins.place(key).bin;
+          uint32_t weight = 1;
+          if (!weighing.by_count) {
+            const float base =
+                largest_z(weighing, bins, inside ? bins.top(bin) : bins.low, above_mean);
+            // Integers, so that the order of their sums decides nothing.
+            weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
+          }
+          if (inside) {
+            atomicAdd(&shared.fine_bins[above_mean ? 1 : 0][bin], weight);
+          } else {
+            below += weight;
+          }
         }
       }
     }
   }
   return below;
+}
+
+// A block's part of weighing tokens, into its own bins: every `step`th piece from `first` on, of
+// evenly spaced windows. Returns what a thread's weigh below all bins.
+template <class Logits>
+__device__ __noinline__ int64_t weigh_tokens(int first, int step) {
+  const Request& request = the_shared().request;
+  const bool usual = !request.weighing.by_count && !request.weighing.by_distance &&
+                     request.kept.lowest_id >= request.row.vocab - 1;
+  return usual ? weigh_own<Logits, true>(first, step) : weigh_own<Logits, false>(first, step);
 }
 
 __device__ inline void clear_fine_bins(Shared& shared) {
@@ -290,16 +339,27 @@ __device__ inline Range y_of_keys(const Range& keys, float highest, float scale)
 template <class Use>
 __device__ inline void for_each_bracketed(const Task& task, int count, Use use) {
   constexpr int kAhead = 4;
+  int next_ids[kAhead];
+  float next_y[kAhead];
+  const auto load_from = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = min(begin + i * kThreads, count - 1);
+      next_y[i] = __ldcg(task.bracket_y + at);
+      next_ids[i] = __ldcg(task.bracket_ids + at);
+    }
+  };
+  load_from(static_cast<int>(threadIdx.x));
 #pragma unroll 1
   for (int begin = static_cast<int>(threadIdx.x); begin < count; begin += kAhead * kThreads) {
     int ids[kAhead];
     float y[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = min(begin + i * kThreads, count - 1);
-      y[i] = __ldcg(task.bracket_y + at);
-      ids[i] = __ldcg(task.bracket_ids + at);
+      ids[i] = next_ids[i];
+      y[i] = next_y[i];
     }
+    if (begin + kAhead * kThreads < count) load_from(begin + kAhead * kThreads);
     // A loop, whose instructions come once, through which they move on.
 #pragma unroll 1
     for (int i = 0; i < kAhead && begin + i * kThreads < count; ++i) {
@@ -310,14 +370,13 @@ __device__ inline void for_each_bracketed(const Task& task, int count, Use use) 
   }
 }
 
-// Lists the tokens of one bin, in no order, as many as fit; how many there are, and how many a
-// thread has come upon in the bins before it.
-template <class BinOf>
-__device__ inline int list_bin(Shared& shared, int count, int bin, int* before, BinOf bin_of) {
-  *before = 0;
+// Lists the tokens of one bin, in no order, as many as fit; how many there are. use(y, token): what
+// a thread does with those of the bins before it.
+template <class BinOf, class Use>
+__device__ inline int list_bin(Shared& shared, int count, int bin, BinOf bin_of, Use use) {
   for_each_bracketed(shared.task, count, [&](float y, int token) {
     const int of_token = bin_of(y);
-    if (of_token < bin) ++*before;
+    if (of_token < bin) use(y, token);
     if (of_token == bin) {
       const int place = atomicAdd(&shared.count, 1);
       if (place < kListed) {
@@ -335,13 +394,14 @@ struct ListCut {
   bool found;
   uint64_t order;  // what is kept reaches it
   int number;      // of tokens of the list that are kept
+  int64_t mass;    // of these; by count, again their number
 };
 
 // left: what of the list, between the bounds, is to be kept: mass, relative to `highest`, or, by
-// count, tokens.
+// count, tokens. groups: null, or where the masses of what is kept are added to their groups'.
 __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block, int count,
                                                    float low, float high, int64_t left,
-                                                   bool by_count, float highest) {
+                                                   bool by_count, float highest, int64_t* groups) {
   const double scale = load_f64(shared.task.row.params + kParamWideScale);
   const auto mass_at = [&](float y) {
     if (by_count) return int64_t{1};
@@ -349,19 +409,34 @@ __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block,
   };
   const Bins bins(low, fminf(high, highest));
   const auto bin_of = [&](float y) { return bins.bin(y); };
+  // Integers: the order of the additions decides nothing.
+  const auto add_to_group = [&](int token, int64_t mass) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(groups) + group_of(token),
+              static_cast<unsigned long long>(mass));
+  };
   ListCut result = {};
   const CutBin cut = cut_bin(shared, block, left, [&](auto add) {
     for_each_bracketed(shared.task, count, [&](float y, int) { add(bin_of(y), mass_at(y)); });
   });
   if (cut.bin < 0) return result;
-  int kept;
-  const int in_cut = list_bin(shared, count, cut.bin, &kept, bin_of);
+  int kept = 0;
+  const int in_cut = list_bin(shared, count, cut.bin, bin_of, [&](float y, int token) {
+    ++kept;
+    if (groups != nullptr) add_to_group(token, mass_at(y));
+  });
   if (in_cut > kListed) return result;
   // Its tokens, sorted, have the cut among them.
   const uint64_t* sorted = sort_list(shared, block, in_cut);
   int64_t passed = cut.before;
   const int within = number_within(block, sorted, in_cut, left, &passed, mass_at);
-  result = {true, sorted[within - 1], static_cast<int>(block.sum(kept)) + within};
+  int64_t mass = 0;
+  for (int i = block.thread(); i < within; i += kThreads) {
+    const int64_t of_token = mass_at(y_of_order(sorted[i]));
+    mass += of_token;
+    if (groups != nullptr) add_to_group(id_of_order(sorted[i]), of_token);
+  }
+  result = {true, sorted[within - 1], static_cast<int>(block.sum(kept)) + within,
+            cut.before + block.sum(mass)};
   return result;
 }
 

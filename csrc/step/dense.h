@@ -5,21 +5,26 @@
 
 namespace graphed_sampling {
 
+// What is collected: how many tokens there are from `high` on, and their mass.
+struct Collected {
+  int64_t number, mass;
+};
+
 // A block's part of `collect`: every `step`th set of 1024 tokens from the warp's own one on.
-// Returns a thread's part of how many there are from `high` on. count: of the list.
-template <class Logits>
-__device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
-  const Shared& shared = the_shared();
+// Returns a thread's part of it. count: of the list. kPlain: whether y are the logits.
+template <class Logits, bool kPlain>
+__device__ __noinline__ Collected collect_own(int first_set, int step, int* count) {
+  Shared& shared = the_shared();
   const Task& task = shared.task;
   const Row& row = shared.request.row;
   const float low = shared.request.kept.lowest, high = shared.request.high;
   const float largest = shared.request.kept.highest, scale = row.scale;
   const float* maxima = task.at.maxima;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  [[maybe_unused]] uint16_t* of_set = shared.of_set[threadIdx.x / kWarp];
   const int sets = task.groups / kGroupsOfTile * kSets;
   const int whole = tiles_to_load<Logits>(row);
-  const bool plain = row.plain();
-  int above = 0;
+  Collected collected = {0, 0};
   Set<Logits> next = {};
   // One set is on its way while another is worked on.
 #pragma unroll 1
@@ -37,37 +42,44 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
     const int group = group_of_lane(tile, number, lane);
     const float maximum = load_now(maxima + group), base = finite_or_zero(maximum);
     float of_lane = 0.0f;
-    uint32_t listed = 0;
+    uint32_t above = 0, reaching = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int first = set_first(tile, number, i, lane);
       // NaN reaches no bound.
       float y[kPiece];
       Logits::unpack(loaded.packs[i].words, y);
-      if (!plain) y_of_pack<Logits>(row, loaded.packs[i], first, y);
+      if constexpr (!kPlain) {
+        y_of_pack<Logits>(row, loaded.packs[i], set_first(tile, number, i, lane), y);
+      }
       float parts[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
         const bool over = y[j] >= high;
         parts[j % 2] += over ? ex2_approx(z_of(y[j], base, scale)) : 0.0f;
-        above += over ? 1 : 0;
-        listed |= (y[j] >= low && !over ? 1u : 0u) << (i * kPiece + j);
+        above |= (over ? 1u : 0u) << (i * kPiece + j);
+        reaching |= (y[j] >= low ? 1u : 0u) << (i * kPiece + j);
       }
       of_lane += parts[0] + parts[1];
     }
+    collected.number += __popc(above);
     // Only where given statistics are wrong it would be more.
     const float sum = fminf(sum_of_group(of_lane), static_cast<float>(kGroup));
-    if (lane_writes(lane)) task.masses[group] = group_mass(maximum, sum, largest, scale);
+    if (lane_writes(lane)) {
+      const int64_t mass = group_mass(maximum, sum, largest, scale);
+      task.masses[group] = mass;
+      collected.mass += mass;
+    }
+    uint32_t listed = reaching & ~above;
     const int mine = __popc(listed), up_to = sum_up_to_lane(mine, lane);
     const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
     if (appended == 0) continue;
     // The order of the list decides nothing: every use of it sums, compares or sorts.
     int place = 0;
     if (lane == 0) place = atomicAdd(count, appended);
-    place = __shfl_sync(kAllLanes, place, 0) + up_to - mine;
-    if (place + mine > kBracketed) continue;
     if constexpr (Logits::kSharded) {
       // To load them once more, as below, could be to fetch them from another device.
+      place = __shfl_sync(kAllLanes, place, 0) + up_to - mine;
+      if (place + mine > kBracketed) continue;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int first = set_first(tile, number, i, lane);
@@ -82,32 +94,46 @@ __device__ __noinline__ int collect_sets(int first_set, int step, int* count) {
         }
       }
     } else {
-#pragma unroll 1
-      for (; listed != 0; listed &= listed - 1, ++place) {
-        const int bit = __ffs(static_cast<int>(listed)) - 1;
-        const int token = set_first(tile, number, bit / kPiece, lane) + bit % kPiece;
-        float y = load_logit<Logits>(row, token);
-        if (!plain) y = special_or(row, processed(row, y, token), token);
-        task.bracket_y[place] = y;
-        task.bracket_ids[place] = token;
+      // Each lane says which ones it has; then they are shared out to lanes, which load them once
+      // more: registers cannot be numbered.
+      for (int at = up_to - mine; listed != 0; listed &= listed - 1, ++at) {
+        of_set[at] = static_cast<uint16_t>(lane * kWarp + __ffs(static_cast<int>(listed)) - 1);
       }
+      __syncwarp();
+      place = __shfl_sync(kAllLanes, place, 0);
+#pragma unroll 1
+      for (int i = lane; i < appended && place + i < kBracketed; i += kWarp) {
+        const int of = of_set[i] / kWarp, bit = of_set[i] % kWarp;
+        const int token = set_first(tile, number, bit / kPiece, of) + bit % kPiece;
+        float y = load_logit<Logits>(row, token);
+        if constexpr (!kPlain) y = special_or(row, processed(row, y, token), token);
+        task.bracket_y[place + i] = y;
+        task.bracket_ids[place + i] = token;
+      }
+      __syncwarp();
     }
   }
-  return above;
+  return collected;
+}
+
+template <class Logits>
+__device__ inline Collected collect_sets(int first_set, int step, int* count) {
+  return the_shared().request.row.plain() ? collect_own<Logits, true>(first_set, step, count)
+                                          : collect_own<Logits, false>(first_set, step, count);
 }
 
 // The second pass: the mass of what each group has from `high` on, and a list of what lies between
-// `low` and `high`. Returns how many there are from `high` on; shared.count: in the list, or would
-// be if it were longer. The other blocks of the row's cluster take their parts.
+// `low` and `high`. shared.count: in the list, or would be if it were longer. The other blocks of
+// the row's cluster take their parts.
 template <class Logits>
-__device__ __noinline__ int64_t collect(Shared& shared, Block& block, float low, float high) {
+__device__ __noinline__ Collected collect(Shared& shared, Block& block, float low, float high) {
   const Task& task = shared.task;
   const Kept from_low = {task.largest, low, task.row.vocab};
   const int blocks = ask_others(shared, block, Pass::kCollect, from_low,
                                 [&](Request& request) { request.high = high; });
-  const int above = collect_sets<Logits>(block.warp(), blocks * kWarps, &shared.count);
+  const Collected own = collect_sets<Logits>(block.warp(), blocks * kWarps, &shared.count);
   join(blocks);
-  return sum_of_all(shared, block, 0, above);
+  return {sum_of_all(shared, block, 0, own.number), sum_of_all(shared, block, 1, own.mass)};
 }
 
 // What the other blocks of a row's cluster do until its first one has finished the row: what that
@@ -128,9 +154,10 @@ __device__ __noinline__ void help_finishing() {
     } else if (pass == Pass::kSurvey) {
       help_surveying<Logits>(shared, block, rank, size);
     } else {
-      add_to_asker(shared, block, 0,
-                   collect_sets<Logits>(rank * kWarps + block.warp(), size * kWarps,
-                                        of_block(&shared.count, 0u)));
+      const Collected own = collect_sets<Logits>(rank * kWarps + block.warp(), size * kWarps,
+                                                 of_block(&shared.count, 0u));
+      add_to_asker(shared, block, 0, own.number);
+      add_to_asker(shared, block, 1, own.mass);
     }
     // Every thread has looked at the request: the sums have a barrier.
     if (block.thread() == 0) shared.request.pass = Pass::kNone;
@@ -140,21 +167,13 @@ __device__ __noinline__ void help_finishing() {
   }
 }
 
-__device__ inline int64_t sum_of_masses(Shared& shared, Block& block) {
-  int64_t mass = 0;
-#pragma unroll 4
-  for (int group = block.thread(); group < shared.task.groups; group += kThreads) {
-    mass += mass_left(shared.task, group);
-  }
-  return block.sum(mass);
-}
-
-// The draw from what the groups' masses count, and its total.
+// The draw from what the groups' masses count, which add up to `total`.
 template <class Logits>
-__device__ inline void draw_from_masses(Shared& shared, Block& block, Selection* selection) {
-  selection->total = sum_of_masses(shared, block);
+__device__ inline void draw_from_masses(Shared& shared, Block& block, int64_t total,
+                                        Selection* selection) {
+  selection->total = total;
   selection->drawn = draw_from_groups<Logits>(
-      shared, block, selection->kept, selection->total,
+      shared, block, selection->kept, total,
       [&](int group) { return mass_left(shared.task, group); },
       [&](int group) { return load_now(shared.task.at.maxima + group); });
   selection->complete = true;
@@ -166,9 +185,6 @@ template <class Logits>
 __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& block, float top_p,
                                                       int64_t total, float least) {
   Task& task = shared.task;
-  const double largest = static_cast<double>(task.largest);
-  const double scale = load_f64(task.row.params + kParamWideScale);
-  const auto mass_at = [&](float y) { return mass_of_y(y, largest, scale); };
   Selection selection = {};
   const auto budget = static_cast<float>(static_cast<double>(total) / kOne) * (1.0f - top_p);
   const Kept reaching = {task.largest, least, task.row.vocab};
@@ -177,36 +193,29 @@ __device__ __noinline__ Selection select_from_bracket(Shared& shared, Block& blo
                          {groups_of_sample(task.groups), least_z(budget, task.row.vocab)});
   const Range y = y_of_keys(keys, task.largest, task.row.scale);
   const float low = fmaxf(y.low, least), high = y.high;
-  const int64_t above = collect<Logits>(shared, block, low, high);
+  const Collected above = collect<Logits>(shared, block, low, high);
   const int count = shared.count;
   if (count == 0 || count > kBracketed) return selection;
-  const int64_t target = target_of(top_p, total);
-  const int64_t left = target - sum_of_masses(shared, block);
+  const int64_t left = target_of(top_p, total) - above.mass;
   if (left <= 0) return selection;
-  const ListCut cut = cut_of_list(shared, block, count, low, high, left, false, task.largest);
+  const ListCut cut =
+      cut_of_list(shared, block, count, low, high, left, false, task.largest, task.masses);
   if (!cut.found) return selection;
-  selection.kept = {task.largest, y_of_order(cut.order), id_of_order(cut.order)};
-  for_each_bracketed(task, count, [&](float y, int token) {
-    if (order_of(y, token) >= cut.order) {
-      // Integers: the order of the additions decides nothing.
-      atomicAdd(reinterpret_cast<unsigned long long*>(task.masses) + group_of(token),
-                static_cast<unsigned long long>(mass_at(y)));
-    }
-  });
   __syncthreads();
-  selection.num_kept = static_cast<int>(above) + cut.number;
-  draw_from_masses<Logits>(shared, block, &selection);
+  selection.kept = {task.largest, y_of_order(cut.order), id_of_order(cut.order)};
+  selection.num_kept = static_cast<int>(above.number) + cut.number;
+  draw_from_masses<Logits>(shared, block, above.mass + cut.mass, &selection);
   return selection;
 }
 
 // The draw from all tokens that reach a bound.
 template <class Logits>
 __device__ __noinline__ Selection select_above(Shared& shared, Block& block, float bound) {
-  const int64_t above = collect<Logits>(shared, block, bound, bound);
+  const Collected above = collect<Logits>(shared, block, bound, bound);
   Selection selection = {};
-  selection.num_kept = static_cast<int>(above);
+  selection.num_kept = static_cast<int>(above.number);
   selection.kept = {shared.task.largest, bound, shared.task.row.vocab};
-  draw_from_masses<Logits>(shared, block, &selection);
+  draw_from_masses<Logits>(shared, block, above.mass, &selection);
   return selection;
 }
 

@@ -142,8 +142,7 @@ __device__ inline Selection select_from_groups(Shared& shared, Block& block, con
       return select_from_bracket<Logits>(shared, block, top_p, task.total, -kFltMax);
     }
     if (top_p >= 1.0f) return select_above<Logits>(shared, block, bound);
-    collect<Logits>(shared, block, bound, bound);
-    const int64_t total = sum_of_masses(shared, block);
+    const int64_t total = collect<Logits>(shared, block, bound, bound).mass;
     return select_from_bracket<Logits>(shared, block, top_p, total, bound);
   }
   selection = filter_list(shared, block, count, task.wishes.total, mean, z_bound);

@@ -175,6 +175,7 @@ struct Shared {
     int64_t masses[kListed];
     uint32_t fine_bins[2][kFineBins];
     CheckedWarp checked[kWarps];
+    uint16_t of_set[kWarps][kTile / kSets];  // tokens of a warp's set that `collect` lists
     struct {
       int64_t list_masses[kThreads], sorted_masses[kThreads];
     };

@@ -202,7 +202,7 @@ __device__ __noinline__ Kept row_cut(Shared& shared, Block& block, const Kept ke
     const int count = shared.count;
     if (left > 0 && count > 0 && count <= kBracketed) {
       const ListCut cut =
-          cut_of_list(shared, block, count, y.low, y.high, left, by_count, kept.highest);
+          cut_of_list(shared, block, count, y.low, y.high, left, by_count, kept.highest, nullptr);
       if (cut.found) return {kept.highest, y_of_order(cut.order), id_of_order(cut.order)};
     }
   }
@@ -336,8 +336,7 @@ __device__ __noinline__ double reach_in_row(Shared& shared, Block& block, const 
   });
   if (cut.bin < 0) return kUnknown;
   left -= cut.before;
-  int nearer;
-  const int in_cut = list_bin(shared, count, cut.bin, &nearer, bin_of);
+  const int in_cut = list_bin(shared, count, cut.bin, bin_of, [](float, int) {});
   if (in_cut > kListed) return kUnknown;
   const Filters filters = {highest, scale, 0, mean, -1.0, 0.0, 0.0};
   const double reach = typical_reach(shared, block, in_cut, filters, left);
