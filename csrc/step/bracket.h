@@ -103,14 +103,18 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
   const Weighing weighing = shared.request.weighing;
   const FineBins bins(weighing.low, weighing.high, weighing.sampled * kGroup);
   const float scale = row.scale, lowest = fmaxf(kept.lowest, -kFltMax);
+  const void* logits = row.logits;
+  const int vocab = row.vocab, lane = static_cast<int>(threadIdx.x) % kWarp;
   constexpr unsigned kPiecesOfWindow = kWindow / kPiece;
   const auto windows = static_cast<unsigned>(shared.task.groups / kGroupsOfWindow);
   const auto sampled = static_cast<unsigned>(weighing.sampled / kGroupsOfWindow);
   const int pieces = static_cast<int>(sampled * kPiecesOfWindow);
+  // From one window to the next, in parts of a window: a division once, and not for each.
+  constexpr int kPartBits = 12;
+  const unsigned apart = (windows << kPartBits) / sampled;
   const auto first_of = [&](int piece) {
     const auto place = static_cast<unsigned>(min(piece, pieces - 1));
-    const unsigned number = place / kPiecesOfWindow;
-    const unsigned window = sampled == windows ? number : number * windows / sampled;
+    const unsigned window = place / kPiecesOfWindow * apart >> kPartBits;
     return static_cast<int>(window * kWindow + place % kPiecesOfWindow * kPiece);
   };
   const bool whole = is_in_whole_pieces<Logits>(row);
@@ -123,7 +127,7 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
     if (whole) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        next[i] = load_whole_pack<Logits>(row.logits, min(next_tokens[i], row.vocab - kPiece));
+        next[i] = load_whole_pack<Logits>(logits, min(next_tokens[i], vocab - kPiece));
       }
     } else {
 #pragma unroll
@@ -150,18 +154,22 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
       y_of_pack<Logits>(row, packs[0], token, y);
       move_on(packs);
       move_on(tokens);
-      if (token >= row.vocab) continue;
+      if (token >= vocab) continue;
+      [[maybe_unused]] uint32_t below_of_piece = 0;
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
         if constexpr (kUsual) {
+          // Without a branch: the tokens are worked out side by side. Those that have no bin add
+          // nothing to one.
           const float z = z_of(y[j], kept.highest, scale);
           const bool counts = y[j] >= lowest && y[j] <= kept.highest && z <= bins.high;
           const bool inside = z >= bins.low;
           const FineBins::Place place = bins.place(z);
           const float base = inside ? bins.high - bins.width * place.number : bins.low;
           const auto weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
-          if (counts && inside) atomicAdd(&shared.fine_bins[0][place.bin], weight);
-          below += counts && !inside ? weight : 0;
+          const bool binned = counts && inside;
+          atomicAdd(&shared.fine_bins[0][binned ? place.bin : lane], binned ? weight : 0u);
+          below_of_piece += counts && !inside ? weight : 0u;
         } else {
           if (!kept.holds(y[j], token + j)) continue;
           const float z = z_of(y[j], kept.highest, scale);
@@ -184,6 +192,7 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
           }
         }
       }
+      below += below_of_piece;
     }
   }
   return below;
@@ -425,6 +434,30 @@ __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block,
     if (groups != nullptr) add_to_group(token, mass_at(y));
   });
   if (in_cut > kListed) return result;
+  if (in_cut <= kWarp) {
+    // A lane each, by every warp.
+    const int lane = block.lane();
+    const bool own = lane < in_cut;
+    const uint64_t order = own ? order_of(shared.list_y[lane], shared.list_ids[lane]) : 0;
+    const int64_t of_token = own ? mass_at(shared.list_y[lane]) : 0;
+    int64_t before = cut.before;
+    int better = 0;
+    for (int i = 0; i < in_cut; ++i) {
+      const bool above = __shfl_sync(kAllLanes, static_cast<unsigned long long>(order), i) > order;
+      const int64_t other = of_lane(of_token, i);
+      before += above ? other : 0;
+      better += above ? 1 : 0;
+    }
+    const unsigned here =
+        __ballot_sync(kAllLanes, own && before < left && before + of_token >= left);
+    const int last = __ffs(static_cast<int>(here)) - 1;
+    const int number = __shfl_sync(kAllLanes, better, last) + 1;
+    if (groups != nullptr && block.warp() == 0 && own && better < number) {
+      add_to_group(shared.list_ids[lane], of_token);
+    }
+    return {true, __shfl_sync(kAllLanes, static_cast<unsigned long long>(order), last),
+            static_cast<int>(block.sum(kept)) + number, of_lane(before + of_token, last)};
+  }
   // Its tokens, sorted, have the cut among them.
   const uint64_t* sorted = sort_list(shared, block, in_cut);
   int64_t passed = cut.before;

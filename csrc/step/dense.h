@@ -10,6 +10,43 @@ struct Collected {
   int64_t number, mass;
 };
 
+// Puts a lane's tokens into the list, of which `count` have their place by then. The order of the
+// list decides nothing: every use of it sums, compares or sorts.
+template <class Logits, bool kPlain>
+__device__ __noinline__ void list_own(int number, int* count) {
+  const Shared& shared = the_shared();
+  const Row& row = shared.request.row;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int32_t (&own)[kOfLane][kWarp] = shared.of_lanes[threadIdx.x / kWarp];
+  float* list_y = shared.task.bracket_y;
+  int32_t* list_ids = shared.task.bracket_ids;
+  const int up_to = sum_up_to_lane(number, lane);
+  int place = 0;
+  if (lane == kWarp - 1 && up_to > 0) place = atomicAdd(count, up_to);
+  place = __shfl_sync(kAllLanes, place, kWarp - 1) + up_to - number;
+  // Loaded once more: registers cannot be numbered.
+  constexpr int kAtATime = 4;
+#pragma unroll 1
+  for (int begin = 0; begin < number; begin += kAtATime) {
+    int ids[kAtATime];
+    float y[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) ids[i] = own[min(begin + i, number - 1)][lane];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) y[i] = load_logit<Logits>(row, ids[i]);
+#pragma unroll 1
+    for (int i = 0; i < kAtATime && begin + i < number; ++i) {
+      if constexpr (!kPlain) y[0] = special_or(row, processed(row, y[0], ids[0]), ids[0]);
+      if (place + begin + i < kBracketed) {
+        list_y[place + begin + i] = y[0];
+        list_ids[place + begin + i] = ids[0];
+      }
+      move_on(y);
+      move_on(ids);
+    }
+  }
+}
+
 // A block's part of `collect`: every `step`th set of 1024 tokens from the warp's own one on.
 // Returns a thread's part of it. count: of the list. kPlain: whether y are the logits.
 template <class Logits, bool kPlain>
@@ -21,7 +58,8 @@ __device__ __noinline__ Collected collect_own(int first_set, int step, int* coun
   const float largest = shared.request.kept.highest, scale = row.scale;
   const float* maxima = task.at.maxima;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  [[maybe_unused]] uint16_t* of_set = shared.of_set[threadIdx.x / kWarp];
+  [[maybe_unused]] int32_t (&own)[kOfLane][kWarp] = shared.of_lanes[threadIdx.x / kWarp];
+  [[maybe_unused]] int number_of_own = 0;
   const int sets = task.groups / kGroupsOfTile * kSets;
   const int whole = tiles_to_load<Logits>(row);
   Collected collected = {0, 0};
@@ -70,15 +108,12 @@ __device__ __noinline__ Collected collect_own(int first_set, int step, int* coun
       collected.mass += mass;
     }
     uint32_t listed = reaching & ~above;
-    const int mine = __popc(listed), up_to = sum_up_to_lane(mine, lane);
-    const int appended = __shfl_sync(kAllLanes, up_to, kWarp - 1);
-    if (appended == 0) continue;
-    // The order of the list decides nothing: every use of it sums, compares or sorts.
-    int place = 0;
-    if (lane == 0) place = atomicAdd(count, appended);
     if constexpr (Logits::kSharded) {
-      // To load them once more, as below, could be to fetch them from another device.
-      place = __shfl_sync(kAllLanes, place, 0) + up_to - mine;
+      // To load them once more, as `list_own` does, could be to fetch them from another device.
+      const int mine = __popc(listed), up_to = sum_up_to_lane(mine, lane);
+      int place = 0;
+      if (lane == kWarp - 1 && up_to > 0) place = atomicAdd(count, up_to);
+      place = __shfl_sync(kAllLanes, place, kWarp - 1) + up_to - mine;
       if (place + mine > kBracketed) continue;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -94,25 +129,19 @@ __device__ __noinline__ Collected collect_own(int first_set, int step, int* coun
         }
       }
     } else {
-      // Each lane says which ones it has; then they are shared out to lanes, which load them once
-      // more: registers cannot be numbered.
-      for (int at = up_to - mine; listed != 0; listed &= listed - 1, ++at) {
-        of_set[at] = static_cast<uint16_t>(lane * kWarp + __ffs(static_cast<int>(listed)) - 1);
+      // Nothing is waited for here: lanes list theirs when one of them has no place left.
+      for (;;) {
+        for (; listed != 0 && number_of_own < kOfLane; listed &= listed - 1) {
+          const int bit = __ffs(static_cast<int>(listed)) - 1;
+          own[number_of_own++][lane] = set_first(tile, number, bit / kPiece, lane) + bit % kPiece;
+        }
+        if (__any_sync(kAllLanes, listed != 0) == 0) break;
+        list_own<Logits, kPlain>(number_of_own, count);
+        number_of_own = 0;
       }
-      __syncwarp();
-      place = __shfl_sync(kAllLanes, place, 0);
-#pragma unroll 1
-      for (int i = lane; i < appended && place + i < kBracketed; i += kWarp) {
-        const int of = of_set[i] / kWarp, bit = of_set[i] % kWarp;
-        const int token = set_first(tile, number, bit / kPiece, of) + bit % kPiece;
-        float y = load_logit<Logits>(row, token);
-        if constexpr (!kPlain) y = special_or(row, processed(row, y, token), token);
-        task.bracket_y[place + i] = y;
-        task.bracket_ids[place + i] = token;
-      }
-      __syncwarp();
     }
   }
+  if constexpr (!Logits::kSharded) list_own<Logits, kPlain>(number_of_own, count);
   return collected;
 }
 

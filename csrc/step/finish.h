@@ -173,8 +173,8 @@ __device__ __noinline__ bool finish_flat() {
   if (block.thread() == 0) {
     task.word = draw_word();
     task.total = total;
-    if (wishes.raw) shared.raw_log = log_of_parts(shared);
   }
+  if (block.thread() == kWarp && wishes.raw) shared.raw_log = log_of_parts(shared);
   Selection selection = select_from_bracket<Logits>(
       shared, block, load_f32(task.header + kParamTopP), total, -kFltMax);
   if (!selection.complete) return false;

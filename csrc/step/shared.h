@@ -16,6 +16,7 @@ constexpr int kMaxListedTopK = 1024;
 // instruction.
 constexpr int kLimbBits = 14, kMassLimbs = 3;
 constexpr int kBracketed = 16384;  // tokens around the cut of a flat row that its list holds
+constexpr int kOfLane = 16;        // tokens for it that a lane has at a time
 constexpr int kFineBins = 4 * kThreads;
 
 // For who wants to know how a row was filtered and drawn from: by lists, or by a bracket; by
@@ -175,7 +176,7 @@ struct Shared {
     int64_t masses[kListed];
     uint32_t fine_bins[2][kFineBins];
     CheckedWarp checked[kWarps];
-    uint16_t of_set[kWarps][kTile / kSets];  // tokens of a warp's set that `collect` lists
+    int32_t of_lanes[kWarps][kOfLane][kWarp];  // tokens that `collect` lists
     struct {
       int64_t list_masses[kThreads], sorted_masses[kThreads];
     };
