@@ -251,9 +251,13 @@ def test_flat_rows_of_a_large_vocabulary(pair: BackendDevice) -> None:
     rng = np.random.default_rng(2)
     flat, other = rng.normal(0, 2, vocab), rng.normal(0, 1, vocab)
     steep = rng.normal(0, 8, vocab)
+    holes, steps = np.where(rng.random(vocab) < 0.3, -INF, flat), np.round(flat * 8) / 8
+    holes[::97], holes[::101] = NAN, -NAN
     cases = {
         "steep": (steep, {"top_p": 0.9}, "finish"),
         "flat": (flat, {"top_p": 0.95, "temperature": 0.8}, "bracket"),
+        "holes": (holes, {"top_p": 0.95, "temperature": 0.8}, "bracket"),
+        "steps": (steps, {"top_p": 0.9, "temperature": 1.5}, "bracket"),
         "short": (flat, {"top_k": 20, "top_p": 0.9}, "finish"),
         "touched": (
             other,
@@ -262,7 +266,7 @@ def test_flat_rows_of_a_large_vocabulary(pair: BackendDevice) -> None:
         ),
         "greedy": (flat, {"temperature": 0.0}, "finish"),
     }
-    check_routes(pair, cases, torch.bfloat16, ["flat"])
+    check_routes(pair, cases, torch.bfloat16, ["flat", "holes", "steps"])
 
 
 def test_many_flat_rows(pair: BackendDevice) -> None:
