@@ -20,6 +20,7 @@ from typing import Any
 Figure = dict[str, Any]
 Shape = tuple[str, int]
 """dtype and vocabulary size"""
+MARKERS = "os^Dv"
 
 
 def load(paths: Iterable[Path]) -> tuple[list[Figure], list[Figure]]:
@@ -110,8 +111,10 @@ class Plots:
             (f["batch"] for f in here),
             "microseconds",
         )
-        for case in cases:
-            axes.plot(*over_batch(f for f in ours if f["case"] == case), marker="o", label=case)
+        for i, case in enumerate(cases):
+            # Ten colours come again with another marker.
+            points = over_batch(f for f in ours if f["case"] == case)
+            axes.plot(*points, color=f"C{i % 10}", marker=MARKERS[i // 10], label=case)
         floor = over_batch(f for f in here if f["group"] == "read")
         axes.plot(*floor, color="black", linestyle="--", label="one read of the logits")
         _legend_beside(axes)
