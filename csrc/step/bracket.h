@@ -72,7 +72,7 @@ struct FineBins {
         unit(4.29e9f / static_cast<float>(tokens)) {}
   struct Place {
     int bin;
-    float number;  // the same
+    float number;  // the bin, as a float
   };
   __device__ Place place(float key) const {
     // What is added leaves no bits for a fraction: neither conversion takes an instruction of its
@@ -155,7 +155,7 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
       move_on(packs);
       move_on(tokens);
       if (token >= vocab) continue;
-      [[maybe_unused]] uint32_t below_of_piece = 0;
+      uint32_t below_of_piece = 0;
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
         if constexpr (kUsual) {
@@ -407,7 +407,8 @@ struct ListCut {
 };
 
 // left: what of the list, between the bounds, is to be kept: mass, relative to `highest`, or, by
-// count, tokens. groups: null, or where the masses of what is kept are added to their groups'.
+// count, tokens. groups: null, or where the masses of what is kept are added to their groups';
+// where no cut is found some may have been.
 __device__ inline __noinline__ ListCut cut_of_list(Shared& shared, Block& block, int count,
                                                    float low, float high, int64_t left,
                                                    bool by_count, float highest, int64_t* groups) {

@@ -24,7 +24,7 @@ __device__ __noinline__ void list_own(int number, int* count) {
   int place = 0;
   if (lane == kWarp - 1 && up_to > 0) place = atomicAdd(count, up_to);
   place = __shfl_sync(kAllLanes, place, kWarp - 1) + up_to - number;
-  // Loaded once more: registers cannot be numbered.
+  // Loaded once more: y was in registers, which cannot be numbered.
   constexpr int kAtATime = 4;
 #pragma unroll 1
   for (int begin = 0; begin < number; begin += kAtATime) {
