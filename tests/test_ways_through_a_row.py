@@ -258,6 +258,8 @@ def test_flat_rows_of_a_large_vocabulary(pair: BackendDevice) -> None:
         "flat": (flat, {"top_p": 0.95, "temperature": 0.8}, "bracket"),
         "holes": (holes, {"top_p": 0.95, "temperature": 0.8}, "bracket"),
         "steps": (steps, {"top_p": 0.9, "temperature": 1.5}, "bracket"),
+        # What lies around the cut lies side by side.
+        "slope": (np.linspace(0.3, 0.0, vocab), {"top_p": 0.9}, "bracket"),
         "short": (flat, {"top_k": 20, "top_p": 0.9}, "finish"),
         "touched": (
             other,
@@ -266,7 +268,7 @@ def test_flat_rows_of_a_large_vocabulary(pair: BackendDevice) -> None:
         ),
         "greedy": (flat, {"temperature": 0.0}, "finish"),
     }
-    check_routes(pair, cases, torch.bfloat16, ["flat", "holes", "steps"])
+    check_routes(pair, cases, torch.bfloat16, ["flat", "holes", "steps", "slope"])
 
 
 def test_many_flat_rows(pair: BackendDevice) -> None:

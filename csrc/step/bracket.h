@@ -83,7 +83,8 @@ struct FineBins {
     return {__float_as_int(whole) & 0x7FFFFF, whole - kWhole};
   }
   // The key with which a bin begins.
-  __device__ float top(int bin) const { return high - width * static_cast<float>(bin); }
+  __device__ float top(float number) const { return high - width * number; }
+  __device__ float top(int bin) const { return top(static_cast<float>(bin)); }
 };
 
 // The largest z of a bin. Weights in it are counted in units of 2**that, so that those of low bins
@@ -165,7 +166,7 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
           const bool counts = y[j] >= lowest && y[j] <= kept.highest && z <= bins.high;
           const bool inside = z >= bins.low;
           const FineBins::Place place = bins.place(z);
-          const float base = inside ? bins.high - bins.width * place.number : bins.low;
+          const float base = inside ? bins.top(place.number) : bins.low;
           const auto weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
           const bool binned = counts && inside;
           atomicAdd(&shared.fine_bins[0][binned ? place.bin : lane], binned ? weight : 0u);
@@ -177,16 +178,16 @@ __device__ __forceinline__ int64_t weigh_own(int first, int step) {
           if (key > bins.high) continue;
           const bool above_mean = weighing.by_distance && z > weighing.mean;
           const bool inside = key >= bins.low || above_mean;
-          const int bin = bins.place(key).bin;
+          const FineBins::Place place = bins.place(key);
           uint32_t weight = 1;
           if (!weighing.by_count) {
             const float base =
-                largest_z(weighing, bins, inside ? bins.top(bin) : bins.low, above_mean);
+                largest_z(weighing, bins, inside ? bins.top(place.number) : bins.low, above_mean);
             // Integers, so that the order of their sums decides nothing.
             weight = static_cast<uint32_t>(ex2_approx(z - base) * bins.unit + 0.5f);
           }
           if (inside) {
-            atomicAdd(&shared.fine_bins[above_mean ? 1 : 0][bin], weight);
+            atomicAdd(&shared.fine_bins[above_mean ? 1 : 0][place.bin], weight);
           } else {
             below += weight;
           }
