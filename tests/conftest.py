@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ if not torch.cuda.is_available():
     # looks at this when it is imported. A 0 given from outside leaves these tests out.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from guarded_memory import guard_memory
 from helpers import BackendDevice, backend_devices
 from quick_interpreter import QuickLanguage, quicken_interpreter
 
@@ -26,6 +28,7 @@ torch.set_num_threads(1)
 
 QUICK = None
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    guard_memory(importlib.import_module("triton.runtime.interpreter"))
     QUICK = quicken_interpreter()
 
 

@@ -49,6 +49,7 @@ from graphed_sampling import (
     new_scratch,
 )
 from graphed_sampling.backends import flashinfer
+from graphed_sampling.backends.triton import GROUP
 from graphed_sampling.reference import sample_row
 from graphed_sampling.testing import chi_square, lm_like_logits
 
@@ -1128,6 +1129,34 @@ def test_the_kernels_are_what_the_compiler_takes() -> None:
     assert compiled == [*drawn, "conclude", "ask", "finish"]
 
 
+class Drawing(StandIn):
+    """Draws a group and a place in it, whatever is likely."""
+
+    def __init__(self, *draws: int) -> None:
+        self.draws = list(draws)
+
+    def sampling_from_probs(self, probabilities: Any, samples: Any, *rest: Any) -> None:
+        samples.fill_(self.draws.pop(0))
+
+
+@pytest.mark.parametrize("draws", [(VOCAB // GROUP, 0), (63, 63)])
+def test_a_draw_of_no_token_writes_nowhere_else(draws: tuple[int, int]) -> None:
+    """Groups behind the vocabulary have no probability; FlashInfer's word is all that says so."""
+    if REASONS["cpu"]:
+        pytest.skip(REASONS["cpu"])
+    table = RequestTable(1, VOCAB, device="cpu")
+    slot = table.admit(SamplingParams(repetition_penalty=1.5))
+    table.upload()
+    sampler = Sampler(table, backend="flashinfer")
+    stand_in = flashinfer.STAND_IN
+    flashinfer.STAND_IN = Drawing(*draws)
+    try:
+        output = sampler(torch.from_numpy(lm_row(0))[None], torch.tensor([slot], dtype=torch.int32))
+    finally:
+        flashinfer.STAND_IN = stand_in
+    assert 0 <= int(output.token_ids[0]) < VOCAB
+
+
 def test_what_the_checks_rest_on() -> None:
     """`CheckedTable` accepts any survivor of this backend, and nothing else."""
     if REASONS["cpu"]:
@@ -1140,12 +1169,7 @@ def test_what_the_checks_rest_on() -> None:
     logits = torch.from_numpy(lm_row(0))[None]
     checked.step(logits, [0])
     worst = int(np.argmin(lm_row(0)))
-
-    class Wrong(StandIn):
-        def sampling_from_probs(self, p: Any, samples: Any, *rest: Any) -> None:
-            samples.fill_(worst % 64 if p.shape[1] == 64 else worst // 64)
-
-    flashinfer.STAND_IN = Wrong()
+    flashinfer.STAND_IN = Drawing(worst // GROUP, worst % GROUP)
     try:
         with pytest.raises(AssertionError):
             checked.step(logits, [0])

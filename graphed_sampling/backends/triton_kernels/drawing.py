@@ -245,6 +245,8 @@ def conclude(
         decision = _decision(kinds, rows, index)
         _, _, _, drawn, tokens = _draws(kinds, rows)
         token = tl.load(drawn + index) * GROUP + tl.load(tokens + index)
+        # The state is written at the token: were one drawn that does not exist, outside the table.
+        token = tl.minimum(token, vocab - 1)
         num_bias = tl.load(params + P_NUM_BIAS)
         num_bans = tl.load(decision + D_BANS)
         special = tl.load(decision + D_SPECIAL)
