@@ -37,7 +37,7 @@ class Case:
     name: str
     params: dict[str, Any]
     dtype: torch.dtype = torch.float32
-    flat: bool = False  # all logits equal, instead of a language model's
+    rows: str = "lm"  # a language model's logits; "equal" ones; "normal": of N(0, 2)
     prompt: int = 0
     bitmask: float = 1.0  # share of allowed tokens
     settings: dict[str, Any] = field(default_factory=dict)
@@ -61,8 +61,9 @@ CASES = [
     Case("temperature 0.8", {"temperature": 0.8}),
     Case("min-p 0.05", {"temperature": 0.8, "min_p": 0.05}),
     Case("top-p 0.95", {"temperature": 0.8, "top_p": 0.95}),
-    Case("top-p 0.95, all equal", {"top_p": 0.95}, flat=True),
-    Case("top-k 50, all equal", {"top_k": 50}, flat=True),
+    Case("top-p 0.95, flat", {"top_p": 0.95}, rows="normal"),
+    Case("top-p 0.95, all equal", {"top_p": 0.95}, rows="equal"),
+    Case("top-k 50, all equal", {"top_k": 50}, rows="equal"),
     Case("top-k 5000", {"top_k": 5000}),
     Case("top-n-sigma 1", {"top_n_sigma": 1.0}),
     Case("typical-p 0.9", {"typical_p": 0.9}),
@@ -73,11 +74,11 @@ CASES = [
 def make_step(case: Case, rows: int, vocab: int, backend: Any) -> tuple[Step, torch.Tensor]:
     """A step of all rows, which draws afresh at every call, and the record that it writes."""
     generator = torch.Generator().manual_seed(1)
-    logits = (
-        torch.ones(rows, vocab, dtype=case.dtype)
-        if case.flat
-        else lm_like_logits(rows, vocab, generator, case.dtype)
-    )
+    logits = {
+        "lm": lambda: lm_like_logits(rows, vocab, generator, case.dtype),
+        "equal": lambda: torch.ones(rows, vocab, dtype=case.dtype),
+        "normal": lambda: (2 * torch.randn(rows, vocab, generator=generator)).to(case.dtype),
+    }[case.rows]()
     table = RequestTable(rows, vocab, device="cpu")
     for i in range(rows):
         prompt = torch.randint(vocab, (case.prompt,), generator=generator).tolist()

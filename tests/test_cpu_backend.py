@@ -385,6 +385,101 @@ def test_selections_agree_with_a_sort(kind: str, count: int) -> None:
             assert result == (key, weights[keys < key].sum())
 
 
+def spoiled_workspace(y: np.ndarray[Any, Any]) -> Any:
+    """A workspace whose y is this one, -inf in the place of a ban, and the rest of it spoiled."""
+    vocab = y.size
+    ws = kernels._workspace(np.full(kernels.workspace_bytes(vocab), 0x5B, np.uint8), vocab)
+    ws.y[:] = np.nan
+    ws.y[:vocab] = np.where(y > -np.inf, y, np.nan)
+    groups = ws.group_keys.size
+    ws.dirty[:] = 1
+    kernels._renew_groups(groups, ws)
+    return ws
+
+
+ROWS: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "spread": lambda rng, n: rng.standard_normal(n) * 4,
+    "flat": lambda rng, n: rng.standard_normal(n) * 1e-3,
+    "equal": lambda rng, n: np.full(n, 1.5),
+    "two values": lambda rng, n: rng.integers(0, 2, n),
+    "runs": lambda rng, n: rng.integers(0, 4, n // 50 + 1).repeat(50)[:n],
+    "falling": lambda rng, n: -np.arange(n) / 16,
+    "rising": lambda rng, n: np.arange(n) // 100,
+    "banned": lambda rng, n: np.where(rng.random(n) < 0.9, -np.inf, rng.integers(0, 5, n)),
+}
+ROW_SIZES = [1, 63, 64, 65, 128, 1000, 4096]
+
+
+def row(kind: str, size: int) -> np.ndarray[Any, Any]:
+    y: np.ndarray[Any, Any] = ROWS[kind](np.random.default_rng(size), size).astype(np.float32)
+    y[-1] = max(y.max(), 0)  # a candidate
+    return y
+
+
+def listed(ws: Any, count: int) -> list[tuple[int, float]]:
+    return list(zip(ws.ids[:count].tolist(), ws.values[:count].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("size", ROW_SIZES)
+@pytest.mark.parametrize("kind", ROWS)
+def test_lists_hold_what_reaches_a_bound(kind: str, size: int) -> None:
+    y = row(kind, size)
+    ws = spoiled_workspace(y)
+    for bound in {-np.inf, *np.quantile(y[y > -np.inf], [0, 0.1, 0.5, 0.99, 1], method="lower")}:
+        count = kernels._gather(ws.group_keys.size, np.float32(bound), ws)
+        ids = np.flatnonzero((y > -np.inf) & (y >= bound))
+        assert listed(ws, count) == list(zip(ids.tolist(), y[ids].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("size", ROW_SIZES)
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_largest_of_a_row(kind: str, size: int) -> None:
+    """Bounded by groups, by their parts, and by all: few more than wanted are ever listed."""
+    y = row(kind, size)
+    ws = spoiled_workspace(y)
+    groups = ws.group_keys.size
+    order = np.argsort(-y, kind="stable")[: int((y > -np.inf).sum())]
+    parts = groups * kernels.PARTS
+    for wanted in {1, 2, 3 * groups // 4, 3 * groups // 4 + 1, 3 * parts // 4, size - 1, size}:
+        if not 0 < wanted <= size:
+            continue
+        bound = kernels._largest_bound(groups, wanted, ws)
+        assert (y >= bound).sum() >= min(wanted, order.size)
+        count = kernels._list_largest(groups, wanted, np.float32(-np.inf), ws)
+        ids = np.sort(order[:wanted])
+        assert listed(ws, count) == list(zip(ids.tolist(), y[ids].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("size", ROW_SIZES)
+@pytest.mark.parametrize("kind", ROWS)
+def test_cuts_keep_the_smallest_prefix(kind: str, size: int) -> None:
+    """By number and by mass; what is kept stays whole, and of equals the lowest ids."""
+    y = row(kind, size)
+    ws = spoiled_workspace(y)
+    groups = ws.group_keys.size
+
+    def fill() -> int:
+        count = int(kernels._gather(groups, np.float32(-np.inf), ws))
+        kernels._weigh(count, 1.0, ws)
+        return count
+
+    count = fill()
+    order = np.argsort(-ws.values[:count], kind="stable")
+    for weighted, weights in ((False, np.ones(count, np.int64)), (True, ws.mass[:count].copy())):
+        running = np.cumsum(weights[order])
+        total = int(running[-1])
+        for target in {1, 2, total // 3 + 1, total // 2, int(running[count // 2]), total}:
+            if not 0 < target <= total:
+                continue
+            fill()
+            before = [column[:count].copy() for column in (ws.ids, ws.values, ws.z, ws.mass)]
+            kept = kernels._cut(count, weighted, target, ws)
+            places = np.sort(order[: np.searchsorted(running, target) + 1])
+            assert kept == places.size
+            for column, old in zip((ws.ids, ws.values, ws.z, ws.mass), before, strict=True):
+                assert np.array_equal(column[:kept], old[places])
+
+
 # Rows.
 
 

@@ -49,6 +49,9 @@ from graphed_sampling.philox import Stream
 GROUP: Final = 64
 """Entries that share a maximum and a mass."""
 
+PARTS: Final = 8
+"""Parts of a group, whose maxima bound a large top-k."""
+
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Codes of the logits' element types."""
 
@@ -728,32 +731,96 @@ def _descending_keys(count, ws):
 
 @_jit
 def _cut(count, weighted, target, ws):
-    """Keeps the smallest prefix, in (y falling, id rising), whose weight reaches `target`.
+    """Keeps the smallest prefix, in (y falling, id rising), whose weight reaches `target`, which is
+    at least 1.
 
     Returns the number kept; `ids`, `values`, `z` and `mass` are closed up.
     """
     _descending_keys(count, ws)
     last, reached = _select(ws.mass, weighted, count, target, ws)
+    # Equal y have equal masses, so it is known how many of them are kept.
+    weight = ws.mass[_first_with(0, last, ws)] if weighted else 1
+    end = _end_of_equals(count, last, -((reached - target) // weight), ws)
+    return _keep(count, last, end, ws)
+
+
+@_jit
+def _first_with(start, key, ws):
+    """The first place of the list from `start` on that has a key, which one has."""
+    at = start
+    while ws.keys[at] != key:
+        at += 1
+    return at
+
+
+@_jit
+def _end_of_equals(count, key, number, ws):
+    """The place behind the `number`-th of the list's first `count` that have a key; there are so
+    many."""
+    keys = ws.keys
+    left = number
+    for start in range(0, count, GROUP):
+        here = 0  # beside what lies behind the list, which comes too late to matter
+        for j in range(GROUP):
+            here += 1 if keys[np.uint64(start + j)] == key else 0
+        if here >= left:
+            at = start
+            for _ in range(left):
+                at = _first_with(at, key, ws) + 1
+            return at
+        left -= here
+    return count
+
+
+@_jit
+def _up_to(keys, start, last):
+    """A bit for each of the GROUP keys from `start` on: whether it is at most `last`."""
+    first = np.uint64(start)  # unsigned: as an index it is not checked for wrapping around
+    bits = np.int64(0)
+    for j in range(GROUP):
+        bits |= np.int64(1) << np.int64(j) if keys[first + np.uint64(j)] <= last else np.int64(0)
+    return bits
+
+
+@_jit
+def _keep(count, last, end, ws):
+    """Keeps of the list's first `count` those whose key is below `last`, and before place `end`
+    those whose key it is. Returns their number.
+    """
+    keys, ids, values, zs, mass = ws.keys, ws.ids, ws.values, ws.z, ws.mass
+    for i in range(count, -(-count // GROUP) * GROUP):
+        keys[i] = np.uint64(0xFFFFFFFFFFFFFFFF)
     kept = 0
-    for i in range(count):
-        if ws.keys[i] > last:
+    for start in range(0, count, GROUP):
+        bits = _up_to(keys, start, last) if start < end else 0
+        if start + GROUP > end:
+            equals = (np.int64(1) << (end - start)) - 1 if start < end else 0
+            bits &= equals
+            if last > np.uint64(0):
+                bits |= _up_to(keys, start, last - np.uint64(1))
+        if bits == -1 and kept == start:  # they lie where they belong
+            kept += GROUP
             continue
-        if ws.keys[i] == last:
-            if reached >= target:
-                continue
-            reached += ws.mass[i] if weighted else 1
-        if i != kept:
-            _move(i, kept, ws)
-        kept += 1
+        while bits != 0:
+            source, target = np.uint64(start + _lowest_bit(bits)), np.uint64(kept)
+            bits &= bits - 1
+            ids[target] = ids[source]
+            values[target] = values[source]
+            zs[target] = zs[source]
+            mass[target] = mass[source]
+            kept += 1
     return kept
 
 
 @_jit
-def _move(source, target, ws):
-    ws.ids[target] = ws.ids[source]
-    ws.values[target] = ws.values[source]
-    ws.z[target] = ws.z[source]
-    ws.mass[target] = ws.mass[source]
+def _reaching(y, group, threshold):
+    """A bit for each y of a group: whether it reaches `threshold`."""
+    _prefer_wide_vectors()
+    values = y[group * GROUP : group * GROUP + GROUP]
+    bits = np.int64(0)
+    for j in range(GROUP):
+        bits |= np.int64(1) << np.int64(j) if values[j] >= threshold else np.int64(0)
+    return bits
 
 
 @_jit
@@ -761,31 +828,58 @@ def _gather(groups, threshold, ws):
     """Lists the y at or above `threshold`, ids ascending; returns their number."""
     y, ids, values = ws.y, ws.ids, ws.values
     threshold_key = _key(threshold)
-    count = np.uint64(0)
-    one, none = np.uint64(1), np.uint64(0)
+    count = np.uint64(0)  # unsigned: as an index it is not checked for wrapping around
     for group in range(groups):
         key = ws.group_keys[group]
-        if key >= threshold_key and key != _BANNED:
-            for i in range(group * GROUP, (group + 1) * GROUP):
-                value = y[i]
-                ids[count] = i
-                values[count] = value
-                count += one if value >= threshold else none
+        if key < threshold_key or key == _BANNED:
+            continue
+        first = group * GROUP
+        bits = _reaching(y, group, threshold)
+        if bits == -1:
+            for j in range(GROUP):
+                values[count + np.uint64(j)] = y[np.uint64(first + j)]
+            for j in range(GROUP):
+                ids[count + np.uint64(j)] = np.int32(np.int32(first) + np.int32(j))
+            count += np.uint64(GROUP)
+            continue
+        while bits != 0:
+            i = np.uint64(first + _lowest_bit(bits))
+            bits &= bits - 1
+            ids[count] = i
+            values[count] = y[i]
+            count += np.uint64(1)
     return np.int64(count)
+
+
+@_jit
+def _part_keys(groups, ws):
+    """Falling keys of the maxima of all groups' parts: every PARTS-th of their entries."""
+    y, keys = ws.y, ws.keys
+    for group in range(groups):
+        first, target = np.uint64(group * GROUP), np.uint64(group * PARTS)
+        for j in range(PARTS):
+            best = -_INF
+            for k in range(GROUP // PARTS):
+                value = y[first + np.uint64(k * PARTS + j)]
+                best = value if value > best else best  # NaN is not
+            keys[target + np.uint64(j)] = np.uint64(_MAGNITUDE - np.int64(_key(best)))
 
 
 @_jit
 def _largest_bound(groups, wanted, ws):
     """A float32 that at least `wanted` of the y reach, if so many are candidates; else -inf.
 
-    It is the wanted-th largest of the groups' maxima where there are so many groups: few y besides
-    reach it. Else it is the wanted-th largest y.
+    It is the wanted-th largest of the groups' maxima, or of their parts', where these are more by
+    enough for few y besides to reach it. Else it is the wanted-th largest y.
     """
     y, keys = ws.y, ws.keys
-    count = groups
-    if wanted <= groups:
+    if wanted <= groups * 3 // 4:
+        count = groups
         for group in range(groups):
             keys[group] = np.uint64(_MAGNITUDE - np.int64(ws.group_keys[group]))
+    elif wanted <= groups * PARTS * 3 // 4:
+        count = groups * PARTS
+        _part_keys(groups, ws)
     else:
         count = groups * GROUP
         for i in range(count):
@@ -1040,23 +1134,15 @@ def _typical_cut(count, total, share, mean, ws):
         # |-ln p - H| = ln 2 * |z - mean|; floats >= 0 are ordered as their bits.
         ws.keys[i] = np.uint64(_bits64(abs(ws.z[i] - mean)))
     last, _ = _select(ws.mass, True, count, _share(total, share), ws)
-    kept = 0
-    for i in range(count):
-        if ws.keys[i] <= last:
-            _move(i, kept, ws)
-            kept += 1
-    return kept
+    return _keep(count, last, count, ws)
 
 
 @_jit
 def _bound_cut(count, bound, ws):
     """Keeps the survivors with z >= bound, and the maximum's equals (their z is 0)."""
-    kept = 0
     for i in range(count):
-        if ws.z[i] >= bound or ws.z[i] == 0.0:
-            _move(i, kept, ws)
-            kept += 1
-    return kept
+        ws.keys[i] = np.uint64(0) if (ws.z[i] >= bound) | (ws.z[i] == 0.0) else np.uint64(1)
+    return _keep(count, np.uint64(0), count, ws)
 
 
 @_jit
@@ -1078,7 +1164,8 @@ def _survey_group(y, group, maximum, scale, threshold, weights, moments):
 
 @_jit
 def _survey(groups, maximum, scale, threshold, ws):
-    """(mass, weight, mean of z) of all y at or above `threshold`, without a list of them.
+    """(mass, weight, mean of z) of all y at or above `threshold`, without a list of them; the mass
+    of every group's into `group_mass`.
 
     The weight is the mass before it is rounded token by token.
     """
@@ -1091,9 +1178,12 @@ def _survey(groups, maximum, scale, threshold, ws):
     total = 0
     for group in range(groups):
         key = ws.group_keys[group]
+        mass = 0
         # Below, weights are 2^-42 and less of the largest.
         if key >= threshold_key and (np.float64(_value(key)) - top) * scale > -42.0:
-            total += _survey_group(ws.y, group, top, scale, threshold, weights, moments)
+            mass = _survey_group(ws.y, group, top, scale, threshold, weights, moments)
+        ws.group_mass[group] = mass
+        total += mass
     weight, moment = 0.0, 0.0
     for j in range(GROUP):
         weight += weights[j]
@@ -1102,18 +1192,19 @@ def _survey(groups, maximum, scale, threshold, ws):
 
 
 @_jit
-def _later_bound(total, mean, typical, epsilon, eta, size):
-    """z that every survivor of typical_p, or else epsilon_cutoff, or else eta_cutoff reaches; the
-    largest are among them."""
+def _later_bound(groups, total, mean, typical, epsilon, eta, size, maximum, scale, ws):
+    """A float32 that every survivor of typical_p, or else epsilon_cutoff, or else eta_cutoff of a
+    dense row reaches; the largest y are among them."""
     if typical < 1:
         # What lies below weighs no more than typical_p leaves out, and nothing lies as far above
         # the mean as that is below: what is nearer than both suffices.
-        return min(_tail_cutoff(total - _share(total, typical), size), 2.0 * mean - 1e-3)
+        bound = _top_p_bound(groups, _share(total, typical), total, size, maximum, scale, ws)
+        return min(bound, _y_at(2.0 * mean - 1e-3, maximum, scale))
     log_total = math.log2(np.float64(total) / _ONE)
     if epsilon > 0:
-        return min(math.log2(np.float64(epsilon)) + log_total, 0.0)
+        return _y_at(min(math.log2(np.float64(epsilon)) + log_total, 0.0), maximum, scale)
     log_eta = math.log2(np.float64(eta))
-    return min(log_eta + log_total, 0.5 * log_eta + mean, 0.0)
+    return _y_at(min(log_eta + log_total, 0.5 * log_eta + mean, 0.0), maximum, scale)
 
 
 @_jit
@@ -1448,8 +1539,10 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
         if groups > _LISTED_GROUPS:
             total, _, mean = _survey(groups, maximum, scale, threshold, ws)
             has_mean = True
-            z = _later_bound(total, mean, typical, epsilon, eta, off.vocab_size)
-            count = _gather(groups, max(threshold, _y_at(z, maximum, scale)), ws)
+            bound = _later_bound(
+                groups, total, mean, typical, epsilon, eta, off.vocab_size, maximum, scale, ws
+            )
+            count = _gather(groups, max(threshold, bound), ws)
             _weigh(count, scale, ws)
         else:
             count = _gather(groups, threshold, ws)
