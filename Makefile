@@ -5,12 +5,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 # The CUDA kernels for the CPU. Without a compiler their tests skip themselves.
 EMULATED := $(if $(shell command -v $(CXX) 2> /dev/null),tests/_emulated.so)
-# Tests of other backends are left out, and files in which the kernel does nothing that it does not
-# do in these.
-RACES := $(addprefix tests/test_,$(addsuffix .py,emulation cuda_backend ways_through_a_row \
+# Files in which the kernels do all that they do in any.
+KERNEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,emulation cuda_backend ways_through_a_row \
   contract contract_fuzz graph group_stats prompt_logprobs sharded_kernel))
 
-.PHONY: setup test races demo lint format bench wheel clean
+.PHONY: setup test races memory demo lint format bench wheel clean
 
 setup: .venv/ready .venv/lint $(EMULATED)
 # Two processes: nearly all of a test is one thread's work. A test that hangs ends its process, which
@@ -20,7 +19,14 @@ test: .venv/ready $(EMULATED)
 	  -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 races: .venv/ready tests/_emulated_races.so
 	PYTHONPATH=tests GRAPHED_SAMPLING_EMULATION=_emulated_races.so \
-	  $(BIN)/python -m pytest -q -p races -k "cuda-cpu or selftest" $(RACES)
+	  $(BIN)/python -m pytest -q -p races -k "cuda-cpu or selftest" $(KERNEL_TESTS)
+# The sanitizer has to be there before Python is; faults that a test provokes go to the emulation.
+memory: .venv/ready tests/_emulated_memory.so
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=build/bounds \
+	  $(BIN)/python -m pytest -q -k "cpu-cpu or cpu_backend" $(KERNEL_TESTS) tests/test_cpu_backend.py
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 GRAPHED_SAMPLING_EMULATION=_emulated_memory.so \
+	  $(BIN)/python -m pytest -q -k "cuda-cpu or selftest" $(KERNEL_TESTS)
 demo: .venv/ready ; $(BIN)/graphed-sampling demo
 bench: .venv/ready
 	$(BIN)/python bench/bench_host.py
@@ -68,6 +74,12 @@ EMULATION_LIBRARIES = -L$$torch/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -Wl,-
 tests/_emulated.so: $(wildcard csrc/*.* csrc/*/*.*) .venv/packages
 	$(EMULATION_TORCH) && \
 	$(CXX) $(EMULATION_FLAGS) -O2 -shared \
+	  csrc/emulation/emulation.cpp csrc/emulation/kernels.cpp -o $@ $(EMULATION_LIBRARIES)
+
+# What looks at every address.
+tests/_emulated_memory.so: $(wildcard csrc/*.* csrc/*/*.*) .venv/packages
+	$(EMULATION_TORCH) && \
+	$(CXX) $(EMULATION_FLAGS) -O1 -g -fsanitize=address -shared \
 	  csrc/emulation/emulation.cpp csrc/emulation/kernels.cpp -o $@ $(EMULATION_LIBRARIES)
 
 # What looks for data races. races.cpp takes the place of the sanitizer's own library, so only the

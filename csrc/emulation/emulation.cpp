@@ -4,6 +4,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 // EMULATION_UCONTEXT may be defined from outside, to test that way on x86-64 too.
 #if !defined(__x86_64__) && !defined(EMULATION_UCONTEXT)
 #define EMULATION_UCONTEXT
@@ -90,6 +94,13 @@ void start_context(Context& context, std::byte*, std::byte* top, void (*entry)()
   context = frame;
 }
 #endif
+
+// What a fiber of an earlier launch that was not resumed has left on its stack is no fault.
+void forget_stack([[maybe_unused]] std::byte* begin, [[maybe_unused]] std::byte* end) {
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(begin, static_cast<size_t>(end - begin));
+#endif
+}
 
 // Memory with an inaccessible page below every part of it, and one behind the last. Parts are
 // inaccessible too until they are opened.
@@ -522,6 +533,7 @@ void start_block(int rank, const GuardedMemory& stacks) {
       const auto fiber = static_cast<size_t>(rank * thread_count + index * kWarp + lane);
       // Tops at various places of a page, lest they all compete for the same lines of the cache.
       std::byte* top = stacks.end(fiber) - fiber * 192 % 4096;
+      forget_stack(stacks.begin(fiber), stacks.end(fiber));
       start_context(started.lanes[lane].context, stacks.begin(fiber), top, fiber_main);
     }
   }
