@@ -472,11 +472,12 @@ def test_cuts_keep_the_smallest_prefix(kind: str, size: int) -> None:
             if not 0 < target <= total:
                 continue
             fill()
-            before = [column[:count].copy() for column in (ws.ids, ws.values, ws.z, ws.mass)]
-            kept = kernels._cut(count, weighted, target, ws)
-            places = np.sort(order[: np.searchsorted(running, target) + 1])
-            assert kept == places.size
-            for column, old in zip((ws.ids, ws.values, ws.z, ws.mass), before, strict=True):
+            before = [column[:count].copy() for column in (ws.ids, ws.values, ws.mass)]
+            number = int(np.searchsorted(running, target)) + 1
+            kept, weight = kernels._cut(count, weighted, target, ws)
+            assert (kept, weight) == (number, running[number - 1])
+            places = np.sort(order[:number])
+            for column, old in zip((ws.ids, ws.values, ws.mass), before, strict=True):
                 assert np.array_equal(column[:kept], old[places])
 
 

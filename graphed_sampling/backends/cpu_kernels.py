@@ -157,11 +157,10 @@ class Workspace(NamedTuple):
     group_mass: np.ndarray[Any, Any]  # int64 [V / GROUP]
     dirty: np.ndarray[Any, Any]  # uint8 [V / GROUP]: whether group_keys must be renewed
     wide: np.ndarray[Any, Any]  # float32 [GROUP]: a group of 16-bit logits
-    lanes: np.ndarray[Any, Any]  # float64 [GROUP]: partial sums
+    lanes: np.ndarray[Any, Any]  # float64 [2 * GROUP]: partial sums
     ids: np.ndarray[Any, Any]  # int32 [V]: the listed survivors, ascending
     values: np.ndarray[Any, Any]  # float32 [V]: their y
-    z: np.ndarray[Any, Any]  # float64 [V]: log2 of their probability over the maximum's
-    mass: np.ndarray[Any, Any]  # int64 [V]: rint(2^40 * 2^z)
+    mass: np.ndarray[Any, Any]  # int64 [V]: their masses, relative to the largest of them
     keys: np.ndarray[Any, Any]  # uint64 [V]: what a selection orders by
     left_keys: np.ndarray[Any, Any]  # uint64 [V]: keys that a selection has not ruled out
     left_mass: np.ndarray[Any, Any]  # int64 [V]: their masses
@@ -170,7 +169,7 @@ class Workspace(NamedTuple):
 
 def workspace_bytes(vocab_size: int) -> int:
     groups = -(-vocab_size // GROUP)
-    return groups * (GROUP * (5 * 8 + 3 * 4) + 8 + 4 + 1) + 8 * (GROUP + 2048) + 4 * GROUP
+    return groups * (GROUP * (4 * 8 + 3 * 4) + 8 + 4 + 1) + 8 * (2 * GROUP + 2048) + 4 * GROUP
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -250,8 +249,6 @@ def _workspace(buffer, vocab_size):
     size = groups * GROUP
     at = 0
     # By falling alignment.
-    z = buffer[at : at + 8 * size].view(np.float64)
-    at += 8 * size
     mass = buffer[at : at + 8 * size].view(np.int64)
     at += 8 * size
     keys = buffer[at : at + 8 * size].view(np.uint64)
@@ -260,8 +257,8 @@ def _workspace(buffer, vocab_size):
     at += 8 * size
     left_mass = buffer[at : at + 8 * size].view(np.int64)
     at += 8 * size
-    lanes = buffer[at : at + 8 * GROUP].view(np.float64)
-    at += 8 * GROUP
+    lanes = buffer[at : at + 8 * 2 * GROUP].view(np.float64)
+    at += 8 * 2 * GROUP
     bins = buffer[at : at + 8 * 2048].view(np.int64)
     at += 8 * 2048
     y = buffer[at : at + 4 * size].view(np.float32)
@@ -278,7 +275,7 @@ def _workspace(buffer, vocab_size):
     at += 4 * groups
     dirty = buffer[at : at + groups]
     return Workspace(
-        y, group_keys, group_mass, dirty, wide, lanes, ids, values, z, mass, keys, left_keys,
+        y, group_keys, group_mass, dirty, wide, lanes, ids, values, mass, keys, left_keys,
         left_mass, bins,
     )  # fmt: skip
 
@@ -324,6 +321,12 @@ def _round_up(value):
     """The least float32 that is at least `value`."""
     rounded = np.float32(value)
     return _next_up(rounded) if rounded < value else rounded
+
+
+@_jit
+def _z(value, maximum, scale):
+    """log2 of the probability of a y over the maximum's. scale: log2(e) / temperature."""
+    return (np.float64(value) - np.float64(maximum)) * scale
 
 
 @_jit
@@ -555,12 +558,12 @@ def _first_equal(groups, key, ws):
 
 @_jit
 def _group_mass(y, group, maximum, scale):
-    """The mass of a group of y. maximum: float64, of the row; scale: log2(e) / temperature."""
+    """The mass of a group of y, relative to the row's maximum."""
     _prefer_wide_vectors()
     values = y[group * GROUP : group * GROUP + GROUP]
     bits = 0
     for j in range(GROUP):
-        z = (np.float64(values[j]) - maximum) * scale
+        z = _z(values[j], maximum, scale)
         bits += _mass_bits(z if z > _Z_MIN else _Z_MIN)  # NaN, too
     return bits - GROUP * _ROUND_BITS
 
@@ -572,7 +575,7 @@ def _group_mass_above(y, group, maximum, scale, threshold):
     values = y[group * GROUP : group * GROUP + GROUP]
     bits = 0
     for j in range(GROUP):
-        z = (np.float64(values[j]) - maximum) * scale
+        z = _z(values[j], maximum, scale)
         bits += _mass_bits(z if (z > _Z_MIN) & (values[j] >= threshold) else _Z_MIN)
     return bits - GROUP * _ROUND_BITS
 
@@ -584,15 +587,14 @@ def _add_masses(groups, maximum, scale, threshold, ws):
     total = 0
     threshold_key = _key(threshold)
     limited = threshold > -_INF
-    top = np.float64(maximum)
     for group in range(groups):
         key = keys[group]
         mass = 0  # where all round to 0
-        if key >= threshold_key and (np.float64(_value(key)) - top) * scale > -42.0:
+        if key >= threshold_key and _z(_value(key), maximum, scale) > -42.0:
             if limited:
-                mass = _group_mass_above(y, group, top, scale, threshold)
+                mass = _group_mass_above(y, group, maximum, scale, threshold)
             else:
-                mass = _group_mass(y, group, top, scale)
+                mass = _group_mass(y, group, maximum, scale)
         masses[group] = mass
         total += mass
     return total
@@ -643,17 +645,16 @@ def _raw_normaliser(groups, ws):
         for i in range(groups * GROUP):
             count += 1 if y[i] == _INF else 0
         return maximum, math.log(np.float64(count))
-    top = np.float64(maximum)
     total = 0
     for group in range(groups):
         value = _value(keys[group])
-        if (np.float64(value) - top) * _LOG2_E >= -4.0:
-            total += _group_mass(y, group, top, _LOG2_E)
+        if _z(value, maximum, _LOG2_E) >= -4.0:
+            total += _group_mass(y, group, maximum, _LOG2_E)
             parts[group] = 0
         else:
             parts[group] = _raw_part(y, group, value)
     for group in range(groups):
-        mass = np.float64(_mass((np.float64(_value(keys[group])) - top) * _LOG2_E))
+        mass = np.float64(_mass(_z(_value(keys[group]), maximum, _LOG2_E)))
         total += int(mass * np.float64(parts[group]) * 2.0**-_PART_BITS)
     return maximum, math.log(np.float64(total) / _ONE)
 
@@ -734,14 +735,15 @@ def _cut(count, weighted, target, ws):
     """Keeps the smallest prefix, in (y falling, id rising), whose weight reaches `target`, which is
     at least 1.
 
-    Returns the number kept; `ids`, `values`, `z` and `mass` are closed up.
+    Returns how many are kept and their weight; `ids`, `values` and `mass` are closed up.
     """
     _descending_keys(count, ws)
     last, reached = _select(ws.mass, weighted, count, target, ws)
     # Equal y have equal masses, so it is known how many of them are kept.
     weight = ws.mass[_first_with(0, last, ws)] if weighted else 1
-    end = _end_of_equals(count, last, -((reached - target) // weight), ws)
-    return _keep(count, last, end, ws)
+    number = -((reached - target) // weight)
+    kept = _keep(count, last, _end_of_equals(count, last, number, ws), ws)
+    return kept, reached + number * weight
 
 
 @_jit
@@ -787,7 +789,7 @@ def _keep(count, last, end, ws):
     """Keeps of the list's first `count` those whose key is below `last`, and before place `end`
     those whose key it is. Returns their number.
     """
-    keys, ids, values, zs, mass = ws.keys, ws.ids, ws.values, ws.z, ws.mass
+    keys, ids, values, mass = ws.keys, ws.ids, ws.values, ws.mass
     for i in range(count, -(-count // GROUP) * GROUP):
         keys[i] = np.uint64(0xFFFFFFFFFFFFFFFF)
     kept = 0
@@ -806,7 +808,6 @@ def _keep(count, last, end, ws):
             bits &= bits - 1
             ids[target] = ids[source]
             values[target] = values[source]
-            zs[target] = zs[source]
             mass[target] = mass[source]
             kept += 1
     return kept
@@ -894,7 +895,9 @@ def _largest_bound(groups, wanted, ws):
 def _list_largest(groups, wanted, threshold, ws):
     """Lists the `wanted` first y >= threshold in (y falling, id rising); ids ascend in the list."""
     count = _gather(groups, max(threshold, _largest_bound(groups, wanted, ws)), ws)
-    return _cut(count, False, wanted, ws) if count > wanted else count
+    if count > wanted:
+        count, _ = _cut(count, False, wanted, ws)
+    return count
 
 
 @_jit
@@ -1055,7 +1058,7 @@ def _make_y(logits, kind, start, bitmask, mask_at, params, p, state, s, slot, ta
 @_jit
 def _sigma_bound(groups, maximum, sigmas, ws):
     """top_n_sigma's bound: maximum - sigmas * population standard deviation of the y."""
-    lanes = ws.lanes
+    lanes = ws.lanes[:GROUP]
     count = 0
     lanes[:] = 0.0
     # 64 partial sums, each in the order of the ids: a function of the row, and vectors.
@@ -1083,20 +1086,18 @@ def _sigma_bound(groups, maximum, sigmas, ws):
 
 @_jit
 def _weigh(count, scale, ws):
-    """z and masses of the listed survivors relative to their own maximum; returns the sum."""
+    """Masses of the listed survivors relative to their maximum; returns that and their sum."""
     _prefer_wide_vectors()
     key = np.int32(_BANNED)
     for i in range(count):
         key = np.int32(max(key, _key(ws.values[i])))
-    maximum = np.float64(_value(key))
+    maximum = _value(key)
     total = 0
     for i in range(count):
-        z = (np.float64(ws.values[i]) - maximum) * scale
-        ws.z[i] = z
-        mass = _mass(z)
+        mass = _mass(_z(ws.values[i], maximum, scale))
         ws.mass[i] = mass
         total += mass
-    return total
+    return maximum, total
 
 
 @_jit
@@ -1109,12 +1110,12 @@ def _sum_masses(count, ws):
 
 
 @_jit
-def _mean_z(count, total, ws):
+def _mean_z(count, total, maximum, scale, ws):
     """The mean of z over the listed survivors' masses."""
     weighted = 0.0
     for i in range(count):
         if ws.mass[i] > 0:
-            weighted += np.float64(ws.mass[i]) * ws.z[i]
+            weighted += np.float64(ws.mass[i]) * _z(ws.values[i], maximum, scale)
     return weighted / np.float64(total)
 
 
@@ -1125,23 +1126,24 @@ def _share(total, share):
 
 
 @_jit
-def _typical_cut(count, total, share, mean, ws):
+def _typical_cut(count, total, share, mean, maximum, scale, ws):
     """Keeps the survivors whose information lies nearest to the entropy, up to mass `share`.
 
     mean: of z, over all of mass `total`.
     """
     for i in range(count):
         # |-ln p - H| = ln 2 * |z - mean|; floats >= 0 are ordered as their bits.
-        ws.keys[i] = np.uint64(_bits64(abs(ws.z[i] - mean)))
+        ws.keys[i] = np.uint64(_bits64(abs(_z(ws.values[i], maximum, scale) - mean)))
     last, _ = _select(ws.mass, True, count, _share(total, share), ws)
     return _keep(count, last, count, ws)
 
 
 @_jit
-def _bound_cut(count, bound, ws):
-    """Keeps the survivors with z >= bound, and the maximum's equals (their z is 0)."""
+def _bound_cut(count, bound, maximum, scale, ws):
+    """Keeps the survivors with z >= bound, and the maximum's equals."""
     for i in range(count):
-        ws.keys[i] = np.uint64(0) if (ws.z[i] >= bound) | (ws.z[i] == 0.0) else np.uint64(1)
+        z = _z(ws.values[i], maximum, scale)
+        ws.keys[i] = np.uint64(0) if (z >= bound) | (z == 0.0) else np.uint64(1)
     return _keep(count, np.uint64(0), count, ws)
 
 
@@ -1153,7 +1155,7 @@ def _survey_group(y, group, maximum, scale, threshold, weights, moments):
     values = y[group * GROUP : group * GROUP + GROUP]
     bits = 0
     for j in range(GROUP):
-        z = (np.float64(values[j]) - maximum) * scale
+        z = _z(values[j], maximum, scale)
         z = z if (z > _Z_MIN) & (values[j] >= threshold) else _Z_MIN  # a weight of 2^-64
         weight = _weight(z)
         bits += _bits64(weight + _ROUND)
@@ -1170,18 +1172,17 @@ def _survey(groups, maximum, scale, threshold, ws):
     The weight is the mass before it is rounded token by token.
     """
     # Partial sums, each in the order of the ids: a function of the row, and vectors.
-    weights, moments = ws.z[:GROUP], ws.lanes
+    weights, moments = ws.lanes[:GROUP], ws.lanes[GROUP:]
     weights[:] = 0.0
     moments[:] = 0.0
-    top = np.float64(maximum)
     threshold_key = _key(threshold)
     total = 0
     for group in range(groups):
         key = ws.group_keys[group]
         mass = 0
         # Below, weights are 2^-42 and less of the largest.
-        if key >= threshold_key and (np.float64(_value(key)) - top) * scale > -42.0:
-            mass = _survey_group(ws.y, group, top, scale, threshold, weights, moments)
+        if key >= threshold_key and _z(_value(key), maximum, scale) > -42.0:
+            mass = _survey_group(ws.y, group, maximum, scale, threshold, weights, moments)
         ws.group_mass[group] = mass
         total += mass
     weight, moment = 0.0, 0.0
@@ -1228,12 +1229,11 @@ def _top_p_bound(groups, target, total, size, maximum, scale, ws):
     target: the prefix's mass, of `total`. The maxima of the groups with the largest ones often
     weigh so much by themselves; then the last of them is the bound.
     """
-    y_max = np.float64(maximum)
     weight = 0
     for group in range(groups):
         key = ws.group_keys[group]
         ws.keys[group] = np.uint64(_MAGNITUDE - np.int64(key))
-        mass = _mass((np.float64(_value(key)) - y_max) * scale)
+        mass = _mass(_z(_value(key), maximum, scale))
         mass = min(mass, ws.group_mass[group])  # 0 where no y of the group survives
         ws.mass[group] = mass
         weight += mass
@@ -1258,7 +1258,7 @@ def _draw_dense(groups, maximum, scale, threshold, r, ws):
     for i in range(group * GROUP, (group + 1) * GROUP):
         value = ws.y[i]
         if value >= threshold:
-            mass = _mass((np.float64(value) - np.float64(maximum)) * scale)
+            mass = _mass(_z(value, maximum, scale))
             if r < mass:
                 return i
             r -= mass
@@ -1269,7 +1269,16 @@ def _draw_dense(groups, maximum, scale, threshold, r, ws):
 @_jit
 def _draw_listed(count, r, ws):
     """The place in the list of the first survivor whose cumulative mass exceeds r."""
-    for i in range(count):
+    first = 0
+    while first + GROUP < count:
+        mass = 0
+        for j in range(GROUP):
+            mass += ws.mass[np.uint64(first + j)]
+        if r < mass:
+            break
+        r -= mass
+        first += GROUP
+    for i in range(first, count):
         if r < ws.mass[i]:
             return i
         r -= ws.mass[i]
@@ -1443,9 +1452,9 @@ def _step_row(
         count, num_kept = 1, 1
         ws.ids[0] = token
         ws.values[0] = maximum
-        total = _weigh(count, 1.0, ws)
+        _, total = _weigh(count, 1.0, ws)
     else:
-        count, threshold, total = _filter_row(params, p, groups, maximum, scale, off, ws)
+        count, threshold, maximum, total = _filter_row(params, p, groups, maximum, scale, off, ws)
         word = np.uint64(0)
         if words.size > 0:
             word = np.uint64(words[row])
@@ -1501,10 +1510,11 @@ def _step_row(
 
 @_jit_once
 def _filter_row(params, p, groups, maximum, scale, off, ws):
-    """Applies the filters in the contract's order; returns (count, threshold, total mass).
+    """Applies the filters in the contract's order; returns (count, threshold, the survivors'
+    maximum, their mass).
 
     count < 0: the survivors are the y >= threshold, and `group_mass` holds their masses. Else
-    they are listed, with z and masses.
+    they are listed, with their masses.
     """
     top_k = np.int64(params[p + Param.TOP_K])
     top_p = _read_float(params, p + Param.TOP_P)
@@ -1523,18 +1533,16 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
     count = -1
     if 0 < top_k < off.vocab_size:
         count = _list_largest(groups, top_k, threshold, ws)
-        total = _weigh(count, scale, ws)
+        _, total = _weigh(count, scale, ws)
         if top_p < 1:
-            count = _cut(count, True, _share(total, top_p), ws)
-            total = _sum_masses(count, ws)
+            count, total = _cut(count, True, _share(total, top_p), ws)
     elif top_p < 1:
         total = _add_masses(groups, maximum, scale, threshold, ws)
         target = _share(total, top_p)
         bound = _top_p_bound(groups, target, total, off.vocab_size, maximum, scale, ws)
         count = _gather(groups, max(threshold, bound), ws)
         _weigh(count, scale, ws)
-        count = _cut(count, True, target, ws)
-        total = _sum_masses(count, ws)  # the maximum is there still
+        count, total = _cut(count, True, target, ws)
     elif typical < 1 or epsilon > 0 or eta > 0:
         if groups > _LISTED_GROUPS:
             total, _, mean = _survey(groups, maximum, scale, threshold, ws)
@@ -1546,30 +1554,31 @@ def _filter_row(params, p, groups, maximum, scale, off, ws):
             _weigh(count, scale, ws)
         else:
             count = _gather(groups, threshold, ws)
-            total = _weigh(count, scale, ws)
+            _, total = _weigh(count, scale, ws)
     else:
-        return count, threshold, _add_masses(groups, maximum, scale, threshold, ws)
+        return count, threshold, maximum, _add_masses(groups, maximum, scale, threshold, ws)
 
     if typical < 1:
         if not has_mean:
-            mean = _mean_z(count, total, ws)
-        count = _typical_cut(count, total, typical, mean, ws)
-        total = _weigh(count, scale, ws)  # the maximum may be gone
+            mean = _mean_z(count, total, maximum, scale, ws)
+        count = _typical_cut(count, total, typical, mean, maximum, scale, ws)
+        maximum, total = _weigh(count, scale, ws)  # the largest may be gone
         has_mean = False
     if epsilon > 0:
         log_total = math.log2(np.float64(total) / _ONE)
-        count = _bound_cut(count, math.log2(np.float64(epsilon)) + log_total, ws)
-        total = _weigh(count, scale, ws)
+        bound = math.log2(np.float64(epsilon)) + log_total
+        count = _bound_cut(count, bound, maximum, scale, ws)
+        total = _sum_masses(count, ws)
         has_mean = False
     if eta > 0:
         if not has_mean:
-            mean = _mean_z(count, total, ws)
+            mean = _mean_z(count, total, maximum, scale, ws)
         log_total = math.log2(np.float64(total) / _ONE)
         log_eta = math.log2(np.float64(eta))
         bound = min(log_eta + log_total, 0.5 * log_eta + mean)
-        count = _bound_cut(count, bound, ws)
-        total = _weigh(count, scale, ws)
-    return count, threshold, total
+        count = _bound_cut(count, bound, maximum, scale, ws)
+        total = _sum_masses(count, ws)
+    return count, threshold, maximum, total
 
 
 @_jit_once
@@ -1589,15 +1598,14 @@ def _write_processed(
         return
     if count < 0:
         count = _list_largest(groups, wanted, threshold, ws)
-        for i in range(count):
-            ws.z[i] = (np.float64(ws.values[i]) - np.float64(maximum)) * scale
     elif count > wanted:
-        count = _cut(count, False, wanted, ws)
+        count, _ = _cut(count, False, wanted, ws)
     _sort_list(count, ws)
     for k in range(wanted):
         if k < count:
             place = np.int64(ws.keys[k])
-            logprob = np.float32(ws.z[place] * _LN2 - log_total)
+            z = _z(ws.values[place], maximum, scale)
+            logprob = np.float32(z * _LN2 - log_total)
             _write_top(output, o, off, k, ws.ids[place], logprob)
         else:
             _write_top(output, o, off, k, np.int32(-1), -_INF)
@@ -1609,13 +1617,12 @@ def _processed_logprob(token, count, threshold, maximum, scale, log_total, ws):
         value = ws.y[token]
         if not value >= threshold:
             return -_INF
-        z = (np.float64(value) - np.float64(maximum)) * scale
     else:
         place = _find(count, token, ws)
         if place < 0:
             return -_INF
-        z = ws.z[place]
-    return np.float32(z * _LN2 - log_total)
+        value = ws.values[place]
+    return np.float32(_z(value, maximum, scale) * _LN2 - log_total)
 
 
 # --------------------------------------------------------------------------- a given token
