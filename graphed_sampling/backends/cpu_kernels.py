@@ -731,15 +731,30 @@ def _descending_keys(count, ws):
 
 
 @_jit
+def _are_equal(count, ws):
+    """Whether all y of the list are. A row of equals lists the whole vocabulary."""
+    values = ws.values
+    first = values[0]
+    others = 0
+    for i in range(count):
+        others += 1 if values[i] != first else 0
+    return others == 0
+
+
+@_jit
 def _cut(count, weighted, target, ws):
     """Keeps the smallest prefix, in (y falling, id rising), whose weight reaches `target`, which is
     at least 1.
 
     Returns how many are kept and their weight; `ids`, `values` and `mass` are closed up.
     """
+    # Equal y have equal masses, so it is known how many of them are kept.
+    if _are_equal(count, ws):
+        weight = ws.mass[0] if weighted else 1
+        kept = -(-target // weight)
+        return kept, kept * weight
     _descending_keys(count, ws)
     last, reached = _select(ws.mass, weighted, count, target, ws)
-    # Equal y have equal masses, so it is known how many of them are kept.
     weight = ws.mass[_first_with(0, last, ws)] if weighted else 1
     number = -((reached - target) // weight)
     kept = _keep(count, last, _end_of_equals(count, last, number, ws), ws)
