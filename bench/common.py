@@ -398,10 +398,10 @@ def rows_for_cold(device: torch.device, row_bytes: int) -> int:
 class Inputs:
     """Rows of logits, made once per kind, vocabulary and dtype, and cut into rotating buffers.
 
-    kinds: "lm" (-1.3 ln(rank) + N(0, 0.3), ranks shuffled per row), "flat" (N(0, 2)) and "recorded"
-    (a file's rows, repeated as often as needed). All buffers of all batch sizes are parts of one
-    tensor, so row r of the first buffer is the same row whatever the batch. Rows in bf16 are those
-    in fp32, rounded.
+    kinds: "lm" (-1.3 ln(rank) + N(0, 0.3²), ranks shuffled per row), "flat" (N(0, 2²)) and
+    "recorded" (a file's rows, repeated as often as needed). All buffers of all batch sizes are
+    parts of one tensor, so row r of the first buffer is the same row whatever the batch. Rows in
+    bf16 are those in fp32, rounded.
     """
 
     device: torch.device

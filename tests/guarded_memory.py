@@ -45,8 +45,8 @@ class GuardedMemory:
     def give(self, arguments: list[Any]) -> None:
         """The arguments of the launch that begins."""
         self._begins, self._ends = [], []
-        for begin, end in sorted(_extent(tensor) for tensor in _tensors(arguments)):
-            if self._ends and begin <= self._ends[-1]:
+        for begin, end in sorted(_extent(t) for t in _tensors(arguments) if t.numel() > 0):
+            if self._ends and begin < self._ends[-1]:
                 self._ends[-1] = max(self._ends[-1], end)
             else:
                 self._begins.append(begin)
@@ -58,21 +58,22 @@ class GuardedMemory:
         return result
 
     def store(self, at: Array, value: Array, mask: Array) -> None:
-        self._check(at, mask, value.dtype.itemsize, "writes")
+        self._check(at, mask, np.asarray(value).dtype.itemsize, "writes")
         self._memory.store(at, value, mask)
 
     def atomic_rmw(self, operation: Any, at: Array, value: Array, mask: Array, order: Any) -> Array:
-        self._check(at, mask, value.dtype.itemsize, "writes")
+        self._check(at, mask, np.asarray(value).dtype.itemsize, "writes")
         result: Array = self._memory.atomic_rmw(operation, at, value, mask, order)
         return result
 
     def atomic_cas(self, at: Array, expected: Array, value: Array, order: Any) -> Array:
-        self._check(at, np.ones(at.shape, bool), value.dtype.itemsize, "writes")
+        self._check(at, np.ones(np.shape(at), bool), np.asarray(value).dtype.itemsize, "writes")
         result: Array = self._memory.atomic_cas(at, expected, value, order)
         return result
 
     def _check(self, at: Array, mask: Array, size: int, what: str) -> None:
-        used = at[mask.astype(bool, copy=False)]  # integers will do for a mask
+        # Descriptors hand over views of memory, and integers will do for a mask.
+        used = np.asarray(at)[np.asarray(mask).astype(bool, copy=False)]
         if used.size == 0:
             return
         first, last = int(used.min()), int(used.max()) + size
@@ -82,10 +83,13 @@ class GuardedMemory:
         for address in map(int, used.reshape(-1)):  # perhaps in several tensors
             place = bisect_right(self._begins, address) - 1
             if place < 0 or address + size > self._ends[place]:
-                behind = f"{address - self._ends[place]} bytes behind" if place >= 0 else "before"
+                where = "before the first"
+                if place >= 0:
+                    begin, end = self._begins[place], self._ends[place]
+                    where = f"{address - begin} bytes behind the beginning of {end - begin}"
                 raise AssertionError(
                     f"a kernel {what} {size} bytes at {address:#x}, outside the tensors that it "
-                    f"was launched with, {behind} the nearest"
+                    f"was launched with: {where}"
                 )
 
 
@@ -95,12 +99,12 @@ def _tensors(arguments: Any) -> Iterator[torch.Tensor]:
             yield argument
         elif isinstance(argument, tuple | list):
             yield from _tensors(argument)
+        elif isinstance(base := getattr(argument, "base", None), torch.Tensor):
+            yield base  # of a descriptor
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Where its memory begins, and ends."""
-    elements = 0
-    if tensor.numel() > 0:
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        elements = 1 + sum((size - 1) * stride for size, stride in strides)
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in strides)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

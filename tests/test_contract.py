@@ -466,6 +466,36 @@ def test_differences_and_cutoffs_at_the_ends_of_fp32(
     table.tally.check()
 
 
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+@pytest.mark.parametrize("row", ["falling", "equal", "one"])
+def test_a_share_of_hardly_anything_keeps_a_token(
+    backend_device: BackendDevice, name: str, row: str
+) -> None:
+    """Also in a thread that takes it for 0, as one that flushes subnormals does. A GPU's do not,
+    and so those that stand for them need not."""
+    backend_device.require_words()
+    flushes = (False, True) if backend_device.backend in ("cpu", "torch") else (False,)
+    vocab = {"falling": 1000, "equal": 65, "one": 1}[row]
+    logits = torch.zeros(1, vocab) - (torch.arange(vocab) / 64 if row == "falling" else 0)
+    logits = logits.to(backend_device.device)
+    seen = []
+    for flush in flushes:
+        table = RequestTable(1, vocab, device=backend_device.device)
+        slot = table.admit(SamplingParams(repetition_penalty=1.1, seed=3, **{name: 1e-40}))
+        sampler = Sampler(table, backend_device.backend)
+        torch.set_flush_denormal(flush)
+        try:
+            output = sampler(logits, torch.tensor([slot], dtype=torch.int32))
+        finally:
+            torch.set_flush_denormal(False)
+        seen.append((output.token_ids.tolist(), output.num_kept.tolist()))
+    tokens, kept = seen[0]
+    if name == "top_p":
+        assert (tokens, kept) == ([int(backend_device.order(vocab)[0])], [1])
+    assert kept == [vocab if row == "equal" and name == "typical_p" else 1]
+    assert seen == [(tokens, kept)] * len(flushes)
+
+
 def test_words_on_both_sides_of_boundaries_of_equal_logits(backend_device: BackendDevice) -> None:
     """Masses of equal logits are exact, and so is where one ends and the next begins."""
     backend_device.require_words()

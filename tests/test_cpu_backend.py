@@ -481,6 +481,25 @@ def test_cuts_keep_the_smallest_prefix(kind: str, size: int) -> None:
                 assert np.array_equal(column[:kept], old[places])
 
 
+@pytest.mark.parametrize("threshold", [-np.inf, 0.0])
+@pytest.mark.parametrize("kind", ROWS)
+def test_masses_of_groups(kind: str, threshold: float) -> None:
+    """Both passes over a row leave the same."""
+    y = row(kind, 1000)
+    ws = spoiled_workspace(y)
+    groups, highest, bound = ws.group_keys.size, np.float32(y.max()), np.float32(threshold)
+    total = kernels._add_masses(groups, highest, 1.5, bound, ws)
+    masses = ws.group_mass.copy()
+    assert masses.sum() == total
+    ws.group_mass[:] = -1
+    surveyed, weight, mean = kernels._survey(groups, highest, 1.5, bound, ws)
+    assert surveyed == total and np.array_equal(ws.group_mass, masses)
+    kept = y[(y > -np.inf) & (y >= bound)].astype(np.float64)
+    z = (kept - highest) * 1.5
+    np.testing.assert_allclose(weight, np.exp2(40 + z).sum(), rtol=1e-9)
+    np.testing.assert_allclose(mean, np.average(z, weights=np.exp2(z)), rtol=1e-9, atol=1e-9)
+
+
 # Rows.
 
 
@@ -535,7 +554,17 @@ def test_large_rows_follow_the_reference(vocab: int) -> None:
     flat = torch.randn(vocab, generator=generator) * 1e-3
     rows = [lm_like_logits(1, vocab, generator)[0], flat, torch.ones(vocab)]
     filters: list[dict[str, Any]]
-    filters = [{"top_k": 50, "top_p": 0.95}, {"top_p": 0.9}, {"top_k": vocab // 2}, {"min_p": 0.5}]
+    filters = [
+        {"top_k": 50, "top_p": 0.95},
+        {"top_k": vocab // 20},
+        {"top_k": vocab // 2},
+        {"top_p": 0.9},
+        {"min_p": 0.5},
+        {"typical_p": 0.5},
+        {"typical_p": 0.95, "min_p": 1e-4},
+        {"epsilon_cutoff": 1e-3},
+        {"eta_cutoff": 1e-3, "typical_p": 0.9},
+    ]
     cases = [(row, fields) for row in rows for fields in filters]
     table = RequestTable(len(cases), vocab, device="cpu")
     requests = [SamplingParams(logprobs=5, seed=0, rank=True, **fields) for _, fields in cases]

@@ -1139,14 +1139,27 @@ class Drawing(StandIn):
         samples.fill_(self.draws.pop(0))
 
 
-@pytest.mark.parametrize("draws", [(VOCAB // GROUP, 0), (63, 63)])
-def test_a_draw_of_no_token_writes_nowhere_else(draws: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "draws",
+    [(VOCAB // GROUP, 0), (63, 63), (0, -1), (0, -64), (0, GROUP), (-1, 63), (2**25, 0), (-7, 1)],
+)
+def test_a_draw_of_no_token_stays_in_its_slot(draws: tuple[int, int]) -> None:
     """Groups behind the vocabulary have no probability; FlashInfer's word is all that says so."""
     if REASONS["cpu"]:
         pytest.skip(REASONS["cpu"])
-    table = RequestTable(1, VOCAB, device="cpu")
-    slot = table.admit(SamplingParams(repetition_penalty=1.5))
+    table = RequestTable(3, VOCAB, device="cpu")
+    for slot in range(3):
+        table.admit(SamplingParams(repetition_penalty=1.5), slot=slot)
     table.upload()
+    slot = 1
+    others = [matrix[[0, 2]].clone() for matrix in (table.params, table.state)]
+    in_others = torch.ones(table.tables.numel(), dtype=torch.bool)
+    layout = table.layout
+    first = layout.counts + slot * VOCAB
+    in_others[first : first + VOCAB] = False
+    first = layout.output_bits + slot * layout.bitmap_words
+    in_others[first : first + layout.bitmap_words] = False
+    tables = table.tables.clone()
     sampler = Sampler(table, backend="flashinfer")
     stand_in = flashinfer.STAND_IN
     flashinfer.STAND_IN = Drawing(*draws)
@@ -1155,6 +1168,10 @@ def test_a_draw_of_no_token_writes_nowhere_else(draws: tuple[int, int]) -> None:
     finally:
         flashinfer.STAND_IN = stand_in
     assert 0 <= int(output.token_ids[0]) < VOCAB
+    for matrix, before in zip((table.params, table.state), others, strict=True):
+        assert torch.equal(matrix[[0, 2]], before)
+    assert torch.equal(table.tables[in_others], tables[in_others])
+    assert not torch.equal(table.tables, tables)
 
 
 def test_what_the_checks_rest_on() -> None:

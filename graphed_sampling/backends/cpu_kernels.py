@@ -8,8 +8,8 @@ A row goes through four forms:
     y        the same, after bans, bias and penalties (the contract's section 3);
     dense    the survivors are the y at or above one threshold: what top_n_sigma and min_p leave;
     listed   the survivors stand in `ids` and `values`, ids ascending: what every other filter
-             needs. A top-k or top-p bounds the survivors from the groups first, so that the list
-             is short wherever the row allows it.
+             needs. What can be told of the survivors from the groups bounds them first, so that
+             the list is short wherever the row allows it.
 
 NaN stands for a banned entry while y is made, because it passes through every operation and
 compares false; an intermediate infinity is thus not mistaken for a ban.
@@ -1137,7 +1137,8 @@ def _mean_z(count, total, maximum, scale, ws):
 @_jit
 def _share(total, share):
     """The mass that `share` (float32, in (0, 1)) of `total` takes."""
-    return np.int64(math.ceil(np.float64(share) * np.float64(total)))
+    # At least 1, also in a thread that takes a subnormal share for 0.
+    return max(np.int64(math.ceil(np.float64(share) * np.float64(total))), np.int64(1))
 
 
 @_jit
@@ -1210,7 +1211,7 @@ def _survey(groups, maximum, scale, threshold, ws):
 @_jit
 def _later_bound(groups, total, mean, typical, epsilon, eta, size, maximum, scale, ws):
     """A float32 that every survivor of typical_p, or else epsilon_cutoff, or else eta_cutoff of a
-    dense row reaches; the largest y are among them."""
+    dense row reaches, and so do the largest y, survivors or not."""
     if typical < 1:
         # What lies below weighs no more than typical_p leaves out, and nothing lies as far above
         # the mean as that is below: what is nearer than both suffices.

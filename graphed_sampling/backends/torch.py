@@ -487,7 +487,8 @@ def _within_sigma(y: Tensor, kept: Tensor, n_sigma: Tensor) -> Tensor:
 
 def _target(fraction: Tensor, total: Tensor) -> Tensor:
     """int64 [c, 1]: the mass that a prefix must reach."""
-    return (fraction * total.double()).ceil_().long()
+    # At least 1, also in a thread that takes a subnormal fraction for 0.
+    return (fraction * total.double()).ceil_().long().clamp_(min=1).minimum(total)
 
 
 def _within_top_p(masses: Tensor, kept: Tensor, top_p: Tensor) -> Tensor:

@@ -200,7 +200,8 @@ def token_probabilities(
             mode, flags, vocab, bias_ids, bias_values, bans_at, prompt_bits, output_bits, counts_at,
         )  # fmt: skip
         _, _, _, drawn, _ = _draws(kinds, rows)
-        ids = tl.load(drawn + index) * GROUP + place
+        group = tl.maximum(tl.minimum(tl.load(drawn + index), groups_64 * 64 - 1), 0)
+        ids = group * GROUP + place
         y, kept = _survivors(row, _decision(kinds, rows, index), ids, ids < vocab)
         # Relative to the group's own largest: a group may be drawn whose tokens are all unlikely.
         highest = tl.max(tl.where(kept, y, NEG_INF))
@@ -246,7 +247,7 @@ def conclude(
         _, _, _, drawn, tokens = _draws(kinds, rows)
         token = tl.load(drawn + index) * GROUP + tl.load(tokens + index)
         # The state is written at the token: were one drawn that does not exist, outside the table.
-        token = tl.minimum(token, vocab - 1)
+        token = tl.maximum(tl.minimum(token, vocab - 1), 0)
         num_bias = tl.load(params + P_NUM_BIAS)
         num_bans = tl.load(decision + D_BANS)
         special = tl.load(decision + D_SPECIAL)
