@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import subprocess
@@ -407,7 +408,9 @@ ROWS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "rising": lambda rng, n: np.arange(n) // 100,
     "banned": lambda rng, n: np.where(rng.random(n) < 0.9, -np.inf, rng.integers(0, 5, n)),
 }
-ROW_SIZES = [1, 63, 64, 65, 128, 1000, 4096]
+every_row = pytest.mark.parametrize(
+    ("kind", "size"), list(itertools.product(ROWS, [1, 63, 64, 65, 128, 1000, 4096]))
+)
 
 
 def row(kind: str, size: int) -> np.ndarray[Any, Any]:
@@ -420,8 +423,7 @@ def listed(ws: Any, count: int) -> list[tuple[int, float]]:
     return list(zip(ws.ids[:count].tolist(), ws.values[:count].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("size", ROW_SIZES)
-@pytest.mark.parametrize("kind", ROWS)
+@every_row
 def test_lists_hold_what_reaches_a_bound(kind: str, size: int) -> None:
     y = row(kind, size)
     ws = spoiled_workspace(y)
@@ -431,8 +433,7 @@ def test_lists_hold_what_reaches_a_bound(kind: str, size: int) -> None:
         assert listed(ws, count) == list(zip(ids.tolist(), y[ids].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("size", ROW_SIZES)
-@pytest.mark.parametrize("kind", ROWS)
+@every_row
 def test_the_largest_of_a_row(kind: str, size: int) -> None:
     """Bounded by groups, by their parts, and by all: few more than wanted are ever listed."""
     y = row(kind, size)
@@ -450,8 +451,7 @@ def test_the_largest_of_a_row(kind: str, size: int) -> None:
         assert listed(ws, count) == list(zip(ids.tolist(), y[ids].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("size", ROW_SIZES)
-@pytest.mark.parametrize("kind", ROWS)
+@every_row
 def test_cuts_keep_the_smallest_prefix(kind: str, size: int) -> None:
     """By number and by mass; what is kept stays whole, and of equals the lowest ids."""
     y = row(kind, size)

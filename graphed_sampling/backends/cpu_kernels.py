@@ -296,6 +296,12 @@ def _key(value):
 
 
 @_jit
+def _falling(key):
+    """A uint64 of 32 bits that orders keys the other way round, for selections."""
+    return np.uint64(_MAGNITUDE - np.int64(key))
+
+
+@_jit
 def _value(key):
     """The float32 of a key."""
     return _float32(_key_of_bits(np.int32(key)))
@@ -727,7 +733,7 @@ def _select(mass, weighted, count, target, ws):
 def _descending_keys(count, ws):
     """32-bit keys that order the listed survivors by falling y."""
     for i in range(count):
-        ws.keys[i] = np.uint64(_MAGNITUDE - np.int64(_key(ws.values[i])))
+        ws.keys[i] = _falling(_key(ws.values[i]))
 
 
 @_jit
@@ -811,8 +817,7 @@ def _keep(count, last, end, ws):
     for start in range(0, count, GROUP):
         bits = _up_to(keys, start, last) if start < end else 0
         if start + GROUP > end:
-            equals = (np.int64(1) << (end - start)) - 1 if start < end else 0
-            bits &= equals
+            bits &= (np.int64(1) << (end - start)) - 1 if start < end else 0
             if last > np.uint64(0):
                 bits |= _up_to(keys, start, last - np.uint64(1))
         if bits == -1 and kept == start:  # they lie where they belong
@@ -878,7 +883,7 @@ def _part_keys(groups, ws):
             for k in range(GROUP // PARTS):
                 value = y[first + np.uint64(k * PARTS + j)]
                 best = value if value > best else best  # NaN is not
-            keys[target + np.uint64(j)] = np.uint64(_MAGNITUDE - np.int64(_key(best)))
+            keys[target + np.uint64(j)] = _falling(_key(best))
 
 
 @_jit
@@ -892,15 +897,14 @@ def _largest_bound(groups, wanted, ws):
     if wanted <= groups * 3 // 4:
         count = groups
         for group in range(groups):
-            keys[group] = np.uint64(_MAGNITUDE - np.int64(ws.group_keys[group]))
+            keys[group] = _falling(ws.group_keys[group])
     elif wanted <= groups * PARTS * 3 // 4:
         count = groups * PARTS
         _part_keys(groups, ws)
     else:
         count = groups * GROUP
         for i in range(count):
-            key = _key(y[i]) if y[i] == y[i] else np.int32(_BANNED)
-            keys[i] = np.uint64(_MAGNITUDE - np.int64(key))
+            keys[i] = _falling(_key(y[i]) if y[i] == y[i] else np.int32(_BANNED))
     last, _ = _select(ws.mass, False, count, wanted, ws)
     key = np.int32(_MAGNITUDE - np.int64(last))
     return -_INF if key == _BANNED else _value(key)
@@ -921,8 +925,7 @@ def _sort_list(count, ws):
     keys = ws.keys
     for i in range(count):
         # Places ascend with ids, so equal y fall by place.
-        falling = np.uint64(_MAGNITUDE - np.int64(_key(ws.values[i])))
-        keys[i] = (falling << np.uint64(32)) | np.uint64(i)
+        keys[i] = (_falling(_key(ws.values[i])) << np.uint64(32)) | np.uint64(i)
     for end in range(2 * count - 1, 0, -1):
         # The first count rounds build the heap from its leaves up, the others take its top away.
         if end >= count:
@@ -1248,7 +1251,7 @@ def _top_p_bound(groups, target, total, size, maximum, scale, ws):
     weight = 0
     for group in range(groups):
         key = ws.group_keys[group]
-        ws.keys[group] = np.uint64(_MAGNITUDE - np.int64(key))
+        ws.keys[group] = _falling(key)
         mass = _mass(_z(_value(key), maximum, scale))
         mass = min(mass, ws.group_mass[group])  # 0 where no y of the group survives
         ws.mass[group] = mass
