@@ -256,8 +256,8 @@ __device__ __forceinline__ void step(const StepArguments& a,
     __syncthreads();
     best = stream_checked_tiles<Logits>(task.row, wishes, tile, kWarps, end_tile, whole, lane, at);
   } else {
-    best = stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets,
-                                at, ahead);
+    best = stream_tiles<false, Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane,
+                                       sets, at, ahead);
   }
   if (a.in_shared) {
     BestOfWarps* of_row = &shared.best;

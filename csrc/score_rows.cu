@@ -267,7 +267,7 @@ __device__ __noinline__ void score_by_block(const ScoreArguments& a, bool only_l
       task.groups = groups;
       task.in_shared = a.in_shared;
     }
-    stream_tiles<Logits>(source, wishes, scale, warp, kWarps, tiles, whole, lane, sets, at);
+    stream_tiles<true, Logits>(source, wishes, scale, warp, kWarps, tiles, whole, lane, sets, at);
     __syncthreads();
     score_row<Logits>(a, index, token, out);
     __syncthreads();  // before the next row's statistics take the place of these
@@ -574,7 +574,7 @@ __global__ void __launch_bounds__(kThreads, kScoringBlocks)
           const bool loads = !last || number + 1 < relay.count;
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {
-            stream_set<false>(wishes, scale, tile, i, lane, sets[i], at, unused);
+            stream_set<false, false>(wishes, scale, tile, i, lane, sets[i], at, unused);
             if (loads) sets[i] = load_set<Logits>(source, following, i, lane);
           }
           tile = following;

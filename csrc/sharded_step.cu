@@ -189,7 +189,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
         stream_checked_tiles<Logits>(shared.task.row, wishes, tile, kWarps, end_tile, whole, lane,
                                      at);
       } else {
-        stream_tiles<Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane, sets, at);
+        stream_tiles<false, Logits>(source, wishes, scale, tile, kWarps, end_tile, whole, lane,
+                                    sets, at);
         if (half_first || half_last) __syncthreads();
       }
       if (half_first && warp == 0) {

@@ -672,6 +672,59 @@ def test_clusters_change_no_bit(pair: BackendDevice, dtype: torch.dtype) -> None
     assert torch.equal(*records)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [(3, 40), (100, 20), (200, 300)], ids=str)
+def test_two_graphs_beside_kernels_that_hold_multiprocessors(rows: tuple[int, int]) -> None:
+    """10,000 replays each on streams of their own draw what they draw one after the other: clusters
+    of every size, rows alone, and rows in waves. A third stream copies 256 MB a step."""
+    vocab, steps = 20_000, 10_000
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"top_k": 50, "top_p": 0.95, "logprobs": 0},
+        {"top_p": 0.9, "temperature": 50.0},  # flat
+        {"presence_penalty": 1.3, "min_p": 0.1},
+        {},
+    ]
+    logits = [
+        lm_like_logits(n, vocab, torch.Generator().manual_seed(n), torch.bfloat16).cuda()
+        for n in rows
+    ]
+
+    def totals(together: bool) -> list[torch.Tensor]:
+        """Of every word of the output, over all steps: wrapping sums, each step's odd multiple."""
+        samplers = []
+        for n in rows:
+            table = RequestTable(n, vocab, device="cuda", max_logprobs=2, seed=0)
+            for i in range(n):
+                table.admit(SamplingParams(seed=i, **asked[i % len(asked)]), [1, 2, 9], slot=i)
+            samplers.append(
+                GraphedSampler(table, (n,), backend="cuda", logits_dtype=torch.bfloat16)
+            )
+        slots = [torch.arange(n, dtype=torch.int32) for n in rows]
+        streams, others = [torch.cuda.Stream() for _ in rows], torch.cuda.Stream()
+        filler = torch.ones(2, 2**25, device="cuda")
+        sums: list[torch.Tensor] = []
+        torch.cuda.synchronize()
+        for step in range(steps):
+            if together:
+                with torch.cuda.stream(others):
+                    filler[step % 2].copy_(filler[1 - step % 2])
+            for i, sampler in enumerate(samplers):
+                with torch.cuda.stream(streams[i]):
+                    record = sampler(logits[i], slots[i]).record
+                    if step == 0:
+                        sums.append(record.clone())
+                    else:
+                        sums[i].mul_(31).add_(record)
+            if not together or step % 500 == 499:
+                torch.cuda.synchronize()
+        return sums
+
+    for beside, apart in zip(totals(True), totals(False), strict=True):
+        assert torch.equal(beside, apart)
+
+
 @pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 32_000), (torch.bfloat16, 70_001)])
 def test_more_rows_than_blocks_at_once(pair: BackendDevice, dtype: torch.dtype, vocab: int) -> None:
     """Of rows that come in waves, where every second block begins later, those a few at a time."""

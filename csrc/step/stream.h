@@ -182,7 +182,7 @@ __device__ inline float group_sum(const Set<Logits>& set, const Exponents& expon
 }
 
 // The sum of weight * z.
-template <class Logits>
+template <bool kWide, class Logits>
 __device__ inline float group_moment(const Set<Logits>& set, const Exponents& exponents) {
   float moment = 0.0f;
 #pragma unroll
@@ -192,7 +192,7 @@ __device__ inline float group_moment(const Set<Logits>& set, const Exponents& ex
     float of_piece = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      const float z = exponents.z(x[j]);
+      const float z = kWide ? exponents.z(x[j]) : exponents.narrow_z(x[j]);
       of_piece += z < -126.0f ? 0.0f : ex2_approx(z) * z;
     }
     moment += of_piece;
@@ -257,8 +257,9 @@ struct Best {
   }
 };
 
-// A set, of a row in which y is the logit. kAll: whether exponents may be wide, and means wanted.
-template <bool kAll, class Logits>
+// A set, of a row in which y is the logit. kWide: whether exponents may be wide; kMoments: whether
+// means may be wanted.
+template <bool kWide, bool kMoments, class Logits>
 __device__ inline void stream_set(const Wishes wishes, float scale, int tile, int number, int lane,
                                   Set<Logits>& set, const Statistics& at, Best& best) {
   const float maximum = group_maximum<false>(set);
@@ -266,7 +267,7 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
   const bool writes = lane_writes(lane);
   renew_all(set);
   const Exponents exponents = {finite_or_zero(maximum), wishes.own ? scale : kLog2E};
-  const float sum = wishes.own ? group_sum<kAll>(set, exponents) : raw_group_sum(set, maximum);
+  const float sum = wishes.own ? group_sum<kWide>(set, exponents) : raw_group_sum(set, maximum);
   bool repairs = sum != sum;
   if (writes) at.sums[group] = sum;
   if (wishes.both) {
@@ -278,9 +279,9 @@ __device__ inline void stream_set(const Wishes wishes, float scale, int tile, in
   const float left = repairs ? kInf : maximum;
   if (writes) at.maxima[group] = left;
   best.see(left, group);
-  if (kAll && wishes.mean) {
+  if (kMoments && wishes.mean) {
     renew_all(set);
-    const float moment = group_moment(set, exponents);
+    const float moment = group_moment<kWide>(set, exponents);
     if (writes) at.moments[group] = moment;
   }
 }
@@ -306,7 +307,7 @@ __device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes 
 #pragma unroll 1
     for (int number = 0; number < kSets; ++number) {
       Set<Logits> set = load_any_set<Logits>(source, tile, number, lane);
-      stream_set<true>(wishes, scale, tile, number, lane, set, at, best);
+      stream_set<true, true>(wishes, scale, tile, number, lane, set, at, best);
     }
   }
   return best;
@@ -317,13 +318,13 @@ __device__ __noinline__ Best stream_any_tiles(const Source source, const Wishes 
 // one after that is brought closer, where registers hold few bytes. Returns the tile after. Each
 // kind of weights has its own loop: one for all keeps more in registers than there are.
 enum class Weights { kNone, kRawOnly, kOwn };
-template <Weights kWeights, class Logits>
+template <Weights kWeights, bool kMoments, class Logits>
 __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wishes, float scale,
                                           int tile, int step, int end, int lane,
                                           Set<Logits> (&sets)[kSets], const Statistics& at,
                                           Best& best, bool ahead) {
   constexpr bool kOwn = kWeights == Weights::kOwn;
-  const Wishes known = {wishes.total, false, wishes.raw, false, kOwn, kOwn && wishes.both};
+  const Wishes known = {wishes.total, kMoments, wishes.raw, false, kOwn, kOwn && wishes.both};
 #pragma unroll 1
   while (tile < end) {
     const int next = tile + step;
@@ -338,7 +339,7 @@ __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wi
       if constexpr (kWeights == Weights::kNone) {
         stream_maxima(tile, i, lane, sets[i], at, best);
       } else {
-        stream_set<false>(known, scale, tile, i, lane, sets[i], at, best);
+        stream_set<false, kMoments>(known, scale, tile, i, lane, sets[i], at, best);
       }
       if (next < end) sets[i] = load_set<Logits>(source, next, i, lane);
     }
@@ -348,24 +349,32 @@ __device__ inline int stream_loaded_tiles(const Source& source, const Wishes& wi
 }
 
 // A warp's tiles, `step` apart, of a row in which y is the logit. whole: how many of the row's
-// tiles load_set() is for; sets: the first tile's, if it is one of those.
-template <class Logits>
+// tiles load_set() is for; sets: the first tile's, if it is one of those. kMoments: whether tiles
+// are loaded ahead also where means are wanted, which are rare in a step: there loops for them
+// would cost all rows 1 %.
+template <bool kMoments, class Logits>
 __device__ inline Best stream_tiles(const Source& source, const Wishes wishes, float scale,
                                     int tile, int step, int end, int whole, int lane,
                                     Set<Logits> (&sets)[kSets], const Statistics& at,
                                     bool ahead = false) {
-  const int last = wishes.mean || scale < kLeastScale ? 0 : min(end, whole);
+  const bool one_by_one = (wishes.mean && !kMoments) || scale < kLeastScale;
+  const int last = one_by_one ? 0 : min(end, whole);
   Best best;
-  const auto stream_loaded = [&](auto weights) {
-    return stream_loaded_tiles<decltype(weights)::value>(source, wishes, scale, tile, step, last,
-                                                         lane, sets, at, best, ahead);
+  const auto stream_loaded = [&](auto weights, auto moments) {
+    return stream_loaded_tiles<decltype(weights)::value, decltype(moments)::value>(
+        source, wishes, scale, tile, step, last, lane, sets, at, best, ahead);
   };
-  if (wishes.own) {
-    tile = stream_loaded(std::integral_constant<Weights, Weights::kOwn>());
+  constexpr std::integral_constant<Weights, Weights::kOwn> kOwn;
+  constexpr std::integral_constant<Weights, Weights::kRawOnly> kRawOnly;
+  if (kMoments && wishes.mean) {
+    constexpr std::bool_constant<kMoments> kWanted;
+    tile = wishes.own ? stream_loaded(kOwn, kWanted) : stream_loaded(kRawOnly, kWanted);
+  } else if (wishes.own) {
+    tile = stream_loaded(kOwn, std::false_type());
   } else if (wishes.total || wishes.raw) {
-    tile = stream_loaded(std::integral_constant<Weights, Weights::kRawOnly>());
+    tile = stream_loaded(kRawOnly, std::false_type());
   } else {
-    tile = stream_loaded(std::integral_constant<Weights, Weights::kNone>());
+    tile = stream_loaded(std::integral_constant<Weights, Weights::kNone>(), std::false_type());
   }
   if (tile < end) {
     best = stream_any_tiles<Logits>(source, wishes, scale, tile, step, end, lane, at, best);
@@ -652,7 +661,7 @@ __device__ inline RawGroup stream_raw(int tile, int number, int lane, Set<Logits
 }
 
 // Then those of its y. seen: each lane its group's of the tile; clear: of the tile; masked: whether
-// masks ban; kAll: as above.
+// masks ban; kAll: whether exponents may be wide, and means wanted.
 template <bool kAll, class Logits>
 __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, int tile, int number,
                                 int lane, const RawGroup& raw, Set<Logits>& set, const Seen& seen,
@@ -686,7 +695,7 @@ __device__ inline void stream_y(const Wishes wishes, float scale, bool masked, i
     renew_all(set);
     const float seen_moment = of_group(seen.moment);
     const float moment =
-        group_moment(set, exponents) +
+        group_moment<kAll>(set, exponents) +
         (z_of_seen < -126.0f ? 0.0f : (seen_moment + seen_sum * z_of_seen) * of_seen);
     if (writes) at.moments[group] = moment;
   }
@@ -699,7 +708,7 @@ __device__ __noinline__ Best stream_one_set(const Row& row, const Wishes wishes,
   const int tile = set / kSets, number = set % kSets;
   Set<Logits> loaded = load_any_set<Logits>(row, tile, number, lane);
   if (!wishes.split) {
-    stream_set<true>(wishes, row.scale, tile, number, lane, loaded, at, best);
+    stream_set<true, true>(wishes, row.scale, tile, number, lane, loaded, at, best);
     return best;
   }
   CheckedWarp& memory = the_checked_warp();
