@@ -479,6 +479,30 @@ def test_a_slab_is_what_rows_are_drawn_from(device: torch.device) -> None:
     assert int(host.num_kept[0]) < 3 or int(host.token_ids[0]) < VOCAB - 4
 
 
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**31 - 1, -(2**31)])
+def test_a_slab_that_names_what_does_not_exist_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Its row is drawn from what we find ourselves, and no memory is read at such a place."""
+    if REASONS["cpu"]:
+        pytest.skip(REASONS["cpu"])
+
+    class Wrong(StandIn):
+        def top_k_probs_to_slab(self, p: Any, top_k: Any, /, **given: Any) -> None:
+            super().top_k_probs_to_slab(p, top_k, **given)
+            given["out_idx"][0, 2] = wrong
+
+    monkeypatch.setattr(flashinfer, "STAND_IN", Wrong())
+    checked = CheckedTable(BackendDevice(SLAB, CPU), VOCAB, 2)
+    for slot in range(2):
+        checked.admit(SamplingParams(top_k=3, seed=slot, logprobs=3), slot=slot)
+    row = torch.linspace(0.0, 30.0, VOCAB)
+    for _ in range(3):
+        checked.step(row.expand(2, -1).contiguous(), range(2))
+    checked.check_state()
+    checked.tally.check()
+
+
 # Draws.
 
 

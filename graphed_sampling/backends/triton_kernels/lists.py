@@ -161,17 +161,19 @@ def _list_checked_candidates(row, group_list, listed, list_y, list_ids, bound, n
 def _list_from_slab(row, slab, top_k, bound, list_y, list_ids):
     """List the top_k best of a row, and of them those with y >= bound, from its slab; their number,
     -1 where the slab does not tell which they are: it goes by probabilities, which may be equal
-    where the logits are not. y is x."""
+    where the logits are not. Nor does one that names tokens which do not exist. y is x."""
     _, number, values, ids = slab
     i = tl.arange(0, SLAB_SIZE)
     inside = i < tl.load(number)
     bits = tl.load(values + i, mask=inside, other=0)
-    order = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - tl.load(ids + i, mask=inside, other=0))
+    listed = tl.load(ids + i, mask=inside, other=0)
+    exist = tl.min(((listed >= 0) & (listed < row[11])).to(tl.int32)) != 0
+    order = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - listed)
     order = tl.sort(tl.where(inside, order, NOTHING), descending=True)
     p = tl.where(order > NOTHING, (order >> 32).to(tl.int32), 0).to(tl.float32, bitcast=True)
     last = tl.sum(tl.where(i == top_k - 1, p, 0.0))
     after = tl.sum(tl.where(i == top_k, p, 0.0))
-    told = (tl.load(number) > top_k) & (last > after * TOLD_APART)
+    told = exist & (tl.load(number) > top_k) & (last > after * TOLD_APART)
     best = 0x7FFFFFFF - (order & 0x7FFFFFFF).to(tl.int32)
     kept = (i < top_k) & (order > NOTHING) & told
     kept = kept & (_sanitised(row[0], best, kept) >= bound)
