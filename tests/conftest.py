@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 
 from guarded_memory import guard_memory
 from helpers import BackendDevice, backend_devices
+from ptx_hazards import hazards_of
 from quick_interpreter import QuickLanguage, quicken_interpreter
 
 # Tests work on small tensors, often on busy machines, where the barriers between OpenMP's threads
@@ -34,7 +35,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 def compile_once() -> None:
     """Let processes compile a kernel of Triton's one after the other: all but the first find it in
-    Triton's cache. At once, every process that tests would compile all of them for itself."""
+    Triton's cache. At once, every process that tests would compile all of them for itself. What is
+    compiled must have all barriers that it needs."""
     import fcntl
 
     from triton import compiler, knobs
@@ -45,9 +47,14 @@ def compile_once() -> None:
 
     def compile_locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
         key = f"{source.hash()} {target} {sorted((options or {}).items())}"
-        with open(locks / hashlib.sha256(key.encode()).hexdigest(), "w") as lock:
+        with open(locks / hashlib.sha256(key.encode()).hexdigest(), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return plain(source, target=target, options=options, **rest)
+            kernel = plain(source, target=target, options=options, **rest)
+            if lock.tell() == 0:  # nobody has looked at it
+                hazards = hazards_of(kernel.asm["ptx"]) if kernel.metadata.num_warps > 1 else []
+                assert not hazards, hazards
+                lock.write("no barrier is missing")
+            return kernel
 
     compiler.compile = compile_locked  # where a kernel's first launch or warm-up looks it up
 

@@ -178,6 +178,7 @@ def _keep_raw(scratch, groups, both):
 @triton.jit(noinline=True)
 def _list_unusual(maxima, super_list, group_list, groups, SUPER: tl.constexpr):
     """List the groups that `stream` marked; their number."""
+    tl.debug_barrier()  # Triton puts none before a call: see tests/ptx_hazards.py
     super_maxima = _super_maxima(maxima, groups, SUPER)
     return _list_groups(super_maxima, maxima, super_list, group_list, INF, SUPER)
 

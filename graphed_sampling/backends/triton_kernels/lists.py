@@ -162,6 +162,7 @@ def _list_from_slab(row, slab, top_k, bound, list_y, list_ids):
     """List the top_k best of a row, and of them those with y >= bound, from its slab; their number,
     -1 where the slab does not tell which they are: it goes by probabilities, which may be equal
     where the logits are not. Nor does one that names tokens which do not exist. y is x."""
+    tl.debug_barrier()  # Triton puts none before a call: see tests/ptx_hazards.py
     _, number, values, ids = slab
     i = tl.arange(0, SLAB_SIZE)
     inside = i < tl.load(number)

@@ -1,0 +1,147 @@
+"""No function of the triton backend's kernels begins beside what its caller has not ended."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from ptx_hazards import hazards_of
+from test_triton_backend import run_python
+
+PTX = """
+.version 8.4
+.target sm_90a
+.extern .shared .align 16 .b8 shared[];
+.func (.param .b32 func_retval0) of_$_module_$_callee__i32
+(
+    .param .b32 of_$_module_$_callee__i32_param_0
+)
+;
+.visible .entry kernel(
+    .param .u64 kernel_param_0
+)
+.reqntid 128
+{
+    .reg .b32 %r<9>;
+    bar.sync 0;
+    ld.shared.b32 %r1, [shared];
+    @%p1 bra $L__BB0_2;
+    BEFORE
+    { // callseq 0
+    call.uni (retval0), of_$_module_$_callee__i32, (param0);
+    } // callseq 0
+$L__BB0_2:
+    AFTER
+    ret;
+}
+.func (.param .b32 func_retval0) of_$_module_$_callee__i32(
+    .param .b32 of_$_module_$_callee__i32_param_0
+)
+{
+    FIRST
+    st.shared.b32 [shared], %r1;
+    bar.sync 0;
+    ld.shared.b32 %r2, [shared];
+    LAST
+    ret;
+}
+.section .debug_abbrev
+{
+.b8 1
+}
+"""
+BARRIER = "bar.sync 0;"
+ENTRY = ["load in kernel, line 17 -> store in callee, line 32"]
+EXIT = ["load in callee, line 34 -> store in kernel, line 24"]
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "last", "after", "found"),
+    [
+        ("", "", "", "", ENTRY),
+        (BARRIER, "", "", "", []),
+        ("", BARRIER, "", "", []),
+        ("@%p2 bra $L__BB0_2;", "", "", "", ENTRY),
+        ("bar.warp.sync -1;", "", "", "", ENTRY),  # a warp's, not the block's
+        ("barrier.cta.sync.aligned 0;", "", "", "", []),
+        ("", BARRIER, "", "st.shared.b32 [shared], %r1;", EXIT),
+        ("", BARRIER, BARRIER, "st.shared.b32 [shared], %r1;", []),
+        ("", BARRIER, "", "ld.shared.b32 %r1, [shared];", []),  # of loads none waits for another
+        ("", "@%p3 bra $L__BB1_1;\n    bar.sync 0;\n$L__BB1_1:", "", "", ENTRY),
+    ],
+)
+def test_what_lies_between_two_functions(
+    before: str, first: str, last: str, after: str, found: list[str]
+) -> None:
+    """A barrier of the block on every way."""
+    ptx = PTX
+    for place, text in (("BEFORE", before), ("FIRST", first), ("LAST", last), ("AFTER", after)):
+        ptx = ptx.replace(place, text)
+    names = [hazard.split(", line")[0] for hazard in hazards_of(ptx)]
+    assert names == [hazard.split(", line")[0] for hazard in found]
+    if not first:
+        assert hazards_of(ptx) == found
+
+
+CHECK = """
+import os
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from ptx_hazards import hazards_of
+from graphed_sampling.backends import triton
+from graphed_sampling.layout import TableLayout
+
+triton._capability = lambda device: (9, 0)
+target = GPUTarget("cuda", 90, 32)
+compiler = make_backend(target)
+i32, i64, gpu = torch.int32, torch.int64, torch.device("cuda")
+types = {i32: "*i32", i64: "*i64", torch.bfloat16: "*bf16"}
+layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
+arguments = triton._Arguments(
+    torch.bfloat16, *[i32] * 7, i64, i32,
+    stride=8, bitmask_stride=0, logits_bytes=2, unit=8, mode=0,
+)
+launches = [
+    *triton.launches(arguments, layout, 1, gpu, triton.Draw(triton.SLAB)),
+    *triton.scoring_launches(
+        torch.bfloat16, 8, 8, i64, i64, i64, i32, i32, layout, 1, gpu, triton._Scoring(True, True)
+    ),
+]
+for launch in launches:
+    if launch.kernel.fn.__name__ != os.environ["KERNEL"]:
+        continue
+    names = launch.kernel.arg_names
+    signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
+    constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
+    signature |= dict.fromkeys(constants, "constexpr")
+    context = ir.context()
+    ir.load_dialects(context)
+    compiler.load_dialects(context)
+    options = {n: launch.keywords[n] for n in ("num_warps", "enable_fp_fusion", "maxnreg")}
+    options = compiler.parse_options(options)
+    source = ASTSource(
+        launch.kernel, signature, {(names.index(n),): c for n, c in constants.items()}
+    )
+    module = source.make_ir(
+        target, options, compiler.get_codegen_implementation(options),
+        compiler.get_module_map(), context,
+    )
+    stages, metadata = {}, {}
+    compiler.add_stages(stages, options, source.language)
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        module = stages[stage](module, metadata)
+    assert module.count("call.uni") > 3 and module.count("bar.sync") > 9
+    print(hazards_of(module))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there all kernels that are compiled are")
+@pytest.mark.parametrize("kernel", ["finish", "score"])
+def test_no_barrier_is_missing(kernel: str) -> None:
+    """Those that call functions which begin by themselves; by slab, which all others lack."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    assert run_python(CHECK, KERNEL=kernel) == ["[]"]
