@@ -225,7 +225,10 @@ __device__ __forceinline__ void step(const StepArguments& a,
   }
   // The first block's memory is written to only when that block is there.
   if (threadIdx.x == 0) shared.helpers = 0;
-  if (clustered) cluster_arrive();
+  if (clustered) {
+    __syncwarp();
+    cluster_arrive();
+  }
   float* scratch_statistics = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
   float* statistics = scratch_statistics;
   if (a.in_shared) {
@@ -266,6 +269,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   }
 
   if (clustered) {
+    __syncwarp();
     cluster_arrive();
     cluster_wait();
     if (part > 0) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import IntEnum, IntFlag
@@ -670,6 +671,25 @@ def test_clusters_change_no_bit(pair: BackendDevice, dtype: torch.dtype) -> None
         records.append(sampler._step.output.record.clone())
         assert not tickets(sampler, rows).any()
     assert torch.equal(*records)
+
+
+def test_a_thread_of_a_small_vocabulary_takes_nothing_from_one_of_a_large(
+    pair: BackendDevice,
+) -> None:
+    """How much shared memory a kernel may have is one number of the driver's for all threads."""
+
+    def step(vocab: int) -> int:
+        table = RequestTable(1, vocab, device=pair.device, penalties=False)
+        table.admit(SamplingParams(temperature=0.0))
+        logits = torch.zeros(1, vocab, device=pair.device)
+        logits[0, vocab // 3] = 1.0
+        output = Sampler(table, "cuda")(logits, torch.zeros(1, dtype=torch.int32))
+        return int(output.token_ids[0])
+
+    with ThreadPoolExecutor(1) as others:
+        for _ in range(2):
+            assert step(200_000) == 200_000 // 3
+            assert others.submit(step, 100).result() == 100 // 3
 
 
 @pytest.mark.gpu

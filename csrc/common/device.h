@@ -5,8 +5,10 @@
 // CUDA's runtime.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #if defined(__CUDACC__)
@@ -394,8 +396,8 @@ inline cudaLaunchAttribute cluster_attribute(int cluster) {
 }
 #endif
 
-// Launches may ask for as much dynamic shared memory; without this call for 48 KiB. What is allowed
-// stays so: a thread tells the driver once.
+// Launches may ask for as much dynamic shared memory; without this call for 48 KiB. The driver has
+// one number for all threads, which is never lowered: others' launches may need what was allowed.
 template <class... P>
 cudaError_t allow_dynamic_shared(void (*kernel)(P...), int bytes) {
 #ifdef __CUDACC__
@@ -404,19 +406,24 @@ cudaError_t allow_dynamic_shared(void (*kernel)(P...), int bytes) {
     const void* kernel;
     int bytes;
   };
-  thread_local std::vector<Allowed> all;
+  static std::mutex mutex;
+  static std::vector<Allowed> all;
   Allowed asked = {0, reinterpret_cast<const void*>(kernel), bytes};
   cudaError_t error = cudaGetDevice(&asked.device);
   if (error != cudaSuccess) return error;
-  for (const Allowed& allowed : all) {
-    if (allowed.device == asked.device && allowed.kernel == asked.kernel &&
-        allowed.bytes >= bytes) {
-      return cudaSuccess;
-    }
-  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto known = std::find_if(all.begin(), all.end(), [&](const Allowed& allowed) {
+    return allowed.device == asked.device && allowed.kernel == asked.kernel;
+  });
+  if (known != all.end() && known->bytes >= bytes) return cudaSuccess;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) all.push_back(asked);
-  return error;
+  if (error != cudaSuccess) return error;
+  if (known != all.end()) {
+    known->bytes = bytes;
+  } else {
+    all.push_back(asked);
+  }
+  return cudaSuccess;
 #else
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 #endif
