@@ -9,9 +9,10 @@ EMULATED := $(if $(shell command -v $(CXX) 2> /dev/null),tests/_emulated.so)
 KERNEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,emulation cuda_backend ways_through_a_row \
   contract contract_fuzz graph group_stats prompt_logprobs sharded_kernel))
 
-.PHONY: setup test races memory demo lint format bench wheel clean
+.PHONY: setup emulation test races memory demo lint format bench wheel clean
 
-setup: .venv/ready .venv/lint $(EMULATED)
+setup: .venv/ready .venv/lint emulation
+emulation: $(EMULATED)
 # Two processes: nearly all of a test is one thread's work. A test that hangs ends its process, which
 # says where it was; another takes its place.
 test: .venv/ready $(EMULATED)
