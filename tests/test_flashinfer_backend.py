@@ -48,8 +48,9 @@ from graphed_sampling import (
     new_output,
     new_scratch,
 )
-from graphed_sampling.backends import flashinfer
+from graphed_sampling.backends import flashinfer, triton
 from graphed_sampling.backends.triton import GROUP
+from graphed_sampling.layout import TableLayout
 from graphed_sampling.reference import sample_row
 from graphed_sampling.testing import chi_square, lm_like_logits
 
@@ -1151,6 +1152,39 @@ def test_the_kernels_are_what_the_compiler_takes() -> None:
     compiled = run_python(COMPILE)
     drawn = ["stream", "finish", "dense", "group_probabilities", "token_probabilities"]
     assert compiled == [*drawn, "conclude", "ask", "finish"]
+
+
+def test_laws_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes minutes: a kernel is another one only where a law makes it one."""
+    if REASONS["cpu"]:
+        pytest.skip(REASONS["cpu"])
+    monkeypatch.setattr(triton, "_capability", lambda device: (9, 0))
+    layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
+    dtype, i32, i64 = torch.bfloat16, torch.int32, torch.int64
+    arguments = triton._Arguments(
+        dtype, *[i32] * 7, i64, i32,
+        stride=8, bitmask_stride=0, logits_bytes=2, unit=8, mode=0,
+    )  # fmt: skip
+    compiled: dict[str, set[int]] = {}
+    laws = [
+        flashinfer.FlashInfer(filter_order=order, ties=ties)._law
+        for order in ("top_k_first", "joint")
+        for ties in ("exact", "keep")
+    ]
+    for law in (0, flashinfer.FlashInfer(route="slab")._law, *laws):
+        draw = triton.Draw(law, 4, torch.float32, torch.float32) if law else None
+        for launch in triton.launches(arguments, layout, 1, CUDA, draw):
+            compiled.setdefault(launch.kernel.fn.__name__, set()).add(launch.keywords["LAW"])
+    numbers = {name: len(laws) for name, laws in compiled.items()}
+    assert numbers == {
+        "ask": 1,
+        "stream": 2,
+        "finish": 6,
+        "dense": 5,
+        "group_probabilities": 1,
+        "token_probabilities": 1,
+        "conclude": 2,
+    }
 
 
 class Drawing(StandIn):

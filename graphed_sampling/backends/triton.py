@@ -252,12 +252,14 @@ def launches(
         grid: tuple[int, ...],
         arguments: Sequence[Any],
         options: dict[str, int],
+        heeds: int,
     ) -> _Launch:
+        """heeds: what of the law makes another kernel of it; all others share what is compiled."""
         keywords: dict[str, Any] = {
             "SUPER": at.super_groups,
             "UNIT": a.unit,
             "PDL": pdl,
-            "LAW": law,
+            "LAW": law & heeds,
         }
         if on_gpu:
             # No contraction: every operation of y rounds once.
@@ -275,12 +277,13 @@ def launches(
         at.bans, at.plan, at.candidates, at.bins, *penalties, layout.penalties,
     )  # fmt: skip
     if law & SLAB:
-        yield launch(kernels.ask, (rows,), (*arguments, layout.max_requests), _FINISH)
+        yield launch(kernels.ask, (rows,), (*arguments, layout.max_requests), _FINISH, 0)
     yield launch(
         kernels.stream,
         (rows, at.groups * GROUP // TILE),
         (*arguments, layout.max_requests),
         _STREAM_32_BITS if a.logits_bytes == 4 else _STREAM_16_BITS,
+        JOINT,
     )
     yield launch(
         kernels.finish,
@@ -293,12 +296,14 @@ def launches(
             0 if draw is None else draw.offset_step,
         ),
         _FINISH,
+        KEEP_TIES | JOINT | DECIDE | SLAB,
     )
     yield launch(
         kernels.dense,
         (_DENSE_PROGRAMS if on_gpu else 1,),
         (*arguments, at.bracket, at.masses, rows),
         _DENSE,
+        KEEP_TIES | JOINT | DECIDE,
     )
     if draw is None or not law & DECIDE:
         return
@@ -307,14 +312,16 @@ def launches(
         (rows, at.groups * GROUP // TILE),
         (*arguments, layout.max_requests, draw.groups, rows),
         _STREAM_32_BITS,
+        0,
     )
     yield launch(
         kernels.token_probabilities,
         (rows,),
         (*arguments, layout.max_requests, draw.tokens),
         _GROUP,
+        0,
     )
-    yield launch(kernels.conclude, (rows,), (*arguments, layout.max_requests), _FINISH)
+    yield launch(kernels.conclude, (rows,), (*arguments, layout.max_requests), _FINISH, JOINT)
 
 
 def _unit(logits: Tensor, stride: int, vocab_size: int) -> int:
