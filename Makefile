@@ -1,7 +1,7 @@
 # `make test` and `make demo` work in a fresh clone: they make .venv first. Later calls are quick.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 NATIVE := setup.py CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 # The CUDA kernels for the CPU. Without a compiler their tests skip themselves.
 EMULATED := $(if $(shell command -v $(CXX) 2> /dev/null),tests/_emulated.so)
