@@ -13,7 +13,7 @@ harmless, and what is not found is not there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,7 +47,8 @@ class Hazard(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What counts of a function. kind: access, barrier, call, return, branch or goto."""
+    """What counts of a function. kind: access, barrier, call, branch, goto, return, or leave, which
+    may return."""
 
     kind: str
     line: int
@@ -71,18 +72,25 @@ class _Function:
 
 
 def _step(text: str, line: int) -> _Step | None:
-    assert "brx.idx" not in text, "where a table of branches leads is not known here"
-    if call := _CALL.search(text):
+    """What is not understood is an error: to pass over it would be to find nothing."""
+    assert not re.search(r"\bbrx\.idx|/\*", text), text
+    conditional = text.startswith("@")
+    if re.match(r"(@!?%\w+\s+)?call\b", text):
+        call = _CALL.search(text)
+        assert call and not conditional, text
         return _Step("call", line, call.group(1))
     if branch := _BRANCH.search(text):
-        return _Step("branch" if text.startswith("@") else "goto", line, branch.group(1))
+        return _Step("branch" if conditional else "goto", line, branch.group(1))
     if _BARRIER.search(text):
+        assert not conditional and re.search(r"sync\S*\s+0;", text), text
         return _Step("barrier", line)
     if _STORE.search(text):
         return _Step("access", line, stores=True)
     if _LOAD.search(text):
         return _Step("access", line)
-    return _Step("return", line) if re.match(r"(ret|exit)\b", text) else None
+    if re.match(r"(@!?%\w+\s+)?(ret|exit)\b", text):
+        return _Step("leave" if conditional else "return", line)
+    return None
 
 
 def _functions(ptx: str) -> dict[str, _Function]:
@@ -90,23 +98,27 @@ def _functions(ptx: str) -> dict[str, _Function]:
     header = ""
     labels: dict[str, int] = {}
     current: _Function | None = None
+    end = "}"
     for line, raw in enumerate(ptx.splitlines(), 1):
         text = raw.split("//")[0].strip()
         if current is None:
             header = f"{header} {text}" if header else text
             if text == "{":
-                current, labels = _Function(), {}
+                current, labels, end = _Function(), {}, "\t}"
                 if name := _HEADER.search(header):  # else a section of the debugger's
                     functions[name.group(1)] = current
+                    end = "}"
+            assert _step(text, line) is None, "outside of functions: " + text
             if text == "{" or text.endswith(";") or not _may_be_header(header):
                 header = ""
-        elif raw.startswith("}"):
+        elif raw.rstrip() in ("}", end):
             _link(current, labels)
             current = None
         elif label := _LABEL.fullmatch(text):
             labels[label.group(1)] = len(current.steps)
         elif step := _step(text, line):
             current.steps.append(step)
+    assert current is None, "a function without an end"
     return functions
 
 
@@ -122,10 +134,9 @@ def _link(function: _Function, labels: dict[str, int]) -> None:
         function.next.append(after)
 
 
-def _conflicts(pending: frozenset[Access], access: Access) -> Iterator[Hazard]:
+def _conflicts(pending: Iterable[Access], access: Access) -> Iterator[Hazard]:
     for before in pending:
-        # What a function does by itself Triton has looked at.
-        if before.function != access.function and (before.stores or access.stores):
+        if before.stores or access.stores:
             yield Hazard(before, access)
 
 
@@ -149,11 +160,13 @@ def _follow(name: str, functions: dict[str, _Function], hazards: set[Hazard]) ->
             pending, untouched = frozenset(), False
         elif step.kind == "access":
             access = Access(step.stores, name, step.line)
-            hazards.update(_conflicts(pending, access))
+            # What a function does by itself Triton has looked at.
+            others = (before for before in pending if before.function != name)
+            hazards.update(_conflicts(others, access))
             if untouched:
                 first.add(access)
             pending |= {access}
-        elif step.kind == "call" and step.target in functions:
+        elif step.kind == "call":
             callee = functions[step.target]
             for access in callee.first:
                 hazards.update(_conflicts(pending, access))
@@ -161,7 +174,7 @@ def _follow(name: str, functions: dict[str, _Function], hazards: set[Hazard]) ->
                 first |= callee.first
             pending = (pending if callee.passes else frozenset()) | callee.left
             untouched = untouched and callee.passes
-        elif step.kind == "return":
+        elif step.kind in ("return", "leave"):
             left |= pending
             passes = passes or untouched
         for after in function.next[i] if i < number else []:

@@ -54,6 +54,7 @@ $L__BB0_2:
 BARRIER = "bar.sync 0;"
 ENTRY = ["load in kernel, line 17 -> store in callee, line 32"]
 EXIT = ["load in callee, line 34 -> store in kernel, line 24"]
+AGAIN = [*ENTRY, "load in callee, line 34 -> store in callee, line 32"]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,9 @@ EXIT = ["load in callee, line 34 -> store in kernel, line 24"]
         ("", BARRIER, "", "st.shared.b32 [shared], %r1;", EXIT),
         ("", BARRIER, BARRIER, "st.shared.b32 [shared], %r1;", []),
         ("", BARRIER, "", "ld.shared.b32 %r1, [shared];", []),  # of loads none waits for another
+        ("", f"@%p1 ret;\n    {BARRIER}", "", "", []),
+        # Its end beside its beginning, the second time.
+        (BARRIER, "", "", "call of_$_module_$_callee__i32, (param0);", AGAIN),
         ("", "@%p3 bra $L__BB1_1;\n    bar.sync 0;\n$L__BB1_1:", "", "", ENTRY),
     ],
 )
@@ -82,6 +86,24 @@ def test_what_lies_between_two_functions(
     assert names == [hazard.split(", line")[0] for hazard in found]
     if not first:
         assert hazards_of(ptx) == found
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        "@%p1 bar.sync 0;",
+        "bar.sync 1, 64;",
+        "@%p1 call.uni of_$_module_$_callee__i32, (param0);",
+        "call.uni (retval0),",
+        "call (retval0), %rd1, (param0), prototype_0;",
+        "brx.idx %r1, table;",
+        "/* bar.sync 0; */",
+        "\n}",
+    ],
+)
+def test_what_is_not_understood_is_an_error(unknown: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        hazards_of(PTX.replace("BEFORE", unknown))
 
 
 CHECK = """
