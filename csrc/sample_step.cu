@@ -192,6 +192,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
     // finish it before another's blocks have all seen it.
     if (clustered) {
       for (int i = 0; i < 2; ++i) {
+        __syncwarp();
         cluster_arrive();
         cluster_wait();
       }
@@ -250,7 +251,10 @@ __device__ __forceinline__ void step(const StepArguments& a,
   begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
              has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1,
              a.in_shared ? a.blocks_of_row * kWarps : 0);
-  if (clustered) cluster_wait();
+  if (clustered) {
+    __syncwarp();
+    cluster_wait();
+  }
   if (helped && part > 0 && threadIdx.x == 0) atomicAdd(of_block(&shared.helpers, 0u), 1);
   Best best;
   // Where a multiprocessor's blocks do not read side by side, one alone asks for too little.
