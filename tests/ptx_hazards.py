@@ -191,7 +191,8 @@ def _follow(name: str, functions: dict[str, _Function], hazards: set[Hazard]) ->
 
 
 def hazards_of(ptx: str) -> list[str]:
-    """Accesses of two functions, one of them a store, with no barrier of the block in between."""
+    """Accesses of two functions, or of two calls of one, with no barrier of the block in between.
+    One of them stores."""
     functions = _functions(ptx)
     while True:
         hazards: set[Hazard] = set()

@@ -1098,49 +1098,21 @@ def test_the_example_shows_what_it_says(device: torch.device) -> None:
 
 COMPILE = """
 import torch
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton_compile import arguments_of, compiled
 from graphed_sampling.backends import triton
 from graphed_sampling.layout import TableLayout
 
-triton._capability = lambda device: (9, 0)
-target = GPUTarget("cuda", 90, 32)
-compiler = make_backend(target)
-i32, i64, f32 = torch.int32, torch.int64, torch.float32
-types = {i32: "*i32", i64: "*i64", f32: "*fp32", torch.bfloat16: "*bf16"}
-arguments = triton._Arguments(
-    torch.bfloat16, *[i32] * 7, i64, i32,
-    stride=8, bitmask_stride=0, logits_bytes=2, unit=8, mode=0,
-)
+arguments = arguments_of(torch.bfloat16, 8)
 layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
+f32, gpu = torch.float32, torch.device("cuda")
 draw = triton.Draw(triton.DECIDE | triton.KEEP_TIES | triton.JOINT, 4, f32, f32)
-gpu = torch.device("cuda")
 by_slab = triton.launches(arguments, layout, 1, gpu, triton.Draw(triton.SLAB))
 # By slab, `stream` and `dense` are the triton backend's own, which its test compiles.
 by_slab = [launch for launch in by_slab if launch.kernel.fn.__name__ in ("ask", "finish")]
 for launch in [*triton.launches(arguments, layout, 1, gpu, draw), *by_slab]:
-    names = launch.kernel.arg_names
-    signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
-    constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
-    signature |= dict.fromkeys(constants, "constexpr")
-    context = ir.context()
-    ir.load_dialects(context)
-    compiler.load_dialects(context)
-    options = compiler.parse_options({"num_warps": launch.keywords["num_warps"]})
-    values = {(names.index(n),): c for n, c in constants.items()}
-    source = ASTSource(launch.kernel, signature, values)
-    module = source.make_ir(
-        target, options, compiler.get_codegen_implementation(options),
-        compiler.get_module_map(), context,
-    )
-    assert module.verify()
-    if launch.kernel.fn.__name__ == "dense":
-        # Its passes too, which may fail on what a LAW leaves of a branch. The others' take long.
-        stages, metadata = {}, {}
-        compiler.add_stages(stages, options, source.language)
-        for stage in ("ttir", "ttgir"):
-            module = stages[stage](module, metadata)
+    # Of `dense` its passes too, which may fail on what a LAW leaves of a branch. The others' take
+    # long.
+    compiled(launch, "ttgir" if launch.kernel.fn.__name__ == "dense" else "")
     print(launch.kernel.fn.__name__)
 """
 

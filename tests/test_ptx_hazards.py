@@ -109,54 +109,23 @@ def test_what_is_not_understood_is_an_error(unknown: str) -> None:
 CHECK = """
 import os
 import torch
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
 from ptx_hazards import hazards_of
+from triton_compile import arguments_of, compiled
 from graphed_sampling.backends import triton
 from graphed_sampling.layout import TableLayout
 
-triton._capability = lambda device: (9, 0)
-target = GPUTarget("cuda", 90, 32)
-compiler = make_backend(target)
-i32, i64, gpu = torch.int32, torch.int64, torch.device("cuda")
-types = {i32: "*i32", i64: "*i64", torch.bfloat16: "*bf16"}
+i32, i64, bf16, gpu = torch.int32, torch.int64, torch.bfloat16, torch.device("cuda")
 layout = TableLayout(1000, 4, 3, 3, 3, 3, 3, 3, 1)
-arguments = triton._Arguments(
-    torch.bfloat16, *[i32] * 7, i64, i32,
-    stride=8, bitmask_stride=0, logits_bytes=2, unit=8, mode=0,
-)
-launches = [
-    *triton.launches(arguments, layout, 1, gpu, triton.Draw(triton.SLAB)),
+for launch in (
+    *triton.launches(arguments_of(bf16, 8), layout, 1, gpu, triton.Draw(triton.SLAB)),
     *triton.scoring_launches(
-        torch.bfloat16, 8, 8, i64, i64, i64, i32, i32, layout, 1, gpu, triton._Scoring(True, True)
+        bf16, 8, 8, i64, i64, i64, i32, i32, layout, 1, gpu, triton._Scoring(True, True)
     ),
-]
-for launch in launches:
-    if launch.kernel.fn.__name__ != os.environ["KERNEL"]:
-        continue
-    names = launch.kernel.arg_names
-    signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
-    constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
-    signature |= dict.fromkeys(constants, "constexpr")
-    context = ir.context()
-    ir.load_dialects(context)
-    compiler.load_dialects(context)
-    options = {n: launch.keywords[n] for n in ("num_warps", "enable_fp_fusion", "maxnreg")}
-    options = compiler.parse_options(options)
-    source = ASTSource(
-        launch.kernel, signature, {(names.index(n),): c for n, c in constants.items()}
-    )
-    module = source.make_ir(
-        target, options, compiler.get_codegen_implementation(options),
-        compiler.get_module_map(), context,
-    )
-    stages, metadata = {}, {}
-    compiler.add_stages(stages, options, source.language)
-    for stage in ("ttir", "ttgir", "llir", "ptx"):
-        module = stages[stage](module, metadata)
-    assert module.count("call.uni") > 3 and module.count("bar.sync") > 9
-    print(hazards_of(module))
+):
+    if launch.kernel.fn.__name__ == os.environ["KERNEL"]:
+        ptx = compiled(launch, "ptx")
+        assert ptx.count("call.uni") > 3 and ptx.count("bar.sync") > 9
+        print(hazards_of(ptx))
 """
 
 

@@ -173,38 +173,14 @@ def test_the_last_super_ends_with_the_row(pair: BackendDevice) -> None:
 
 COMPILE = """
 import torch
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton_compile import arguments_of, compiled
 from graphed_sampling.backends import triton
 from graphed_sampling.layout import TableLayout
 
-triton._capability = lambda device: (9, 0)
-target = GPUTarget("cuda", 90, 32)
-compiler = make_backend(target)
-i32, i64 = torch.int32, torch.int64
-types = {i32: "*i32", i64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 for dtype, unit, vocab in ((torch.float32, 4, 1000), (torch.bfloat16, 1, 300001)):
-    arguments = triton._Arguments(
-        dtype, *[i32] * 7, i64, i32,
-        stride=unit, bitmask_stride=0, logits_bytes=dtype.itemsize, unit=unit, mode=0,
-    )
     layout = TableLayout(vocab, 4, 3, 3, 3, 3, 3, 3, 1)
-    for launch in triton.launches(arguments, layout, 1, torch.device("cuda")):
-        names = launch.kernel.arg_names
-        signature = {n: types.get(a, "i32") for n, a in zip(names, launch.arguments)}
-        constants = {n: launch.keywords[n] for n in names[len(launch.arguments) :]}
-        signature |= dict.fromkeys(constants, "constexpr")
-        context = ir.context()
-        ir.load_dialects(context)
-        compiler.load_dialects(context)
-        options = compiler.parse_options({"num_warps": launch.keywords["num_warps"]})
-        values = {(names.index(n),): c for n, c in constants.items()}
-        module = ASTSource(launch.kernel, signature, values).make_ir(
-            target, options, compiler.get_codegen_implementation(options),
-            compiler.get_module_map(), context,
-        )
-        assert module.verify()
+    for launch in triton.launches(arguments_of(dtype, unit), layout, 1, torch.device("cuda")):
+        compiled(launch)
         print(launch.kernel.fn.__name__)
 """
 
