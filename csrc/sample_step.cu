@@ -171,8 +171,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   [[maybe_unused]] bool is_read = true;
   if constexpr (Logits::kInformed) {
     const float scale = __int_as_float(parameter(kParamScale));
-    const Wishes wishes =
-        first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+    const Wishes wishes = first_wishes(a.layout, has_grammar(asked_grammar), parameter);
     // A shuffle: a comparison would be made, and waited for, before all else is asked for.
     const bool heeded = __shfl_sync(kAllLanes, heeds_given, 0) != 0;
     is_read = !heeded || !raw_suffice(wishes, scale);
@@ -204,9 +203,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   if constexpr (Logits::kInformed) {
     if (!is_read) {
       if (blocks > 1 && !clustered && threadIdx.x == 0) atomicInc(ticket, blocks - 1);
-      const float scale = __int_as_float(parameter(kParamScale));
-      Wishes wishes =
-          first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+      Wishes wishes = first_wishes(a.layout, has_grammar(asked_grammar), parameter);
       wishes.own = wishes.both = false;
       const bool in_shared = scratch.groups <= kSharedGroups;
       auto* apart = reinterpret_cast<float*>(row_scratch) + ScratchLayout::kHeader;
@@ -245,8 +242,7 @@ __device__ __forceinline__ void step(const StepArguments& a,
   const bool lists_suffice =
       top_k > 0 && top_k <= kMaxListedTopK && !(__int_as_float(parameter(kParamTopNSigma)) > 0.0f);
   const bool helped = clustered && (flags & kGreedy) == 0 && !lists_suffice;
-  const Wishes wishes =
-      first_wishes(has_grammar(asked_grammar), flags, parameter(kParamTopLogprobs), scale);
+  const Wishes wishes = first_wishes(a.layout, has_grammar(asked_grammar), parameter);
   keep_arguments(a);
   begin_task(a, source, scratch, wishes, at, header, state_word, index, slot,
              has_grammar(asked_grammar), a.in_shared, helped ? a.blocks_of_row : 1,

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
                            record + 3 * groups, record + 4 * groups};
     const float scale = __int_as_float(parameter(kParamScale));
     const bool grammar = has_grammar(asked_grammar);
-    const Wishes wishes = first_wishes(grammar, flags, parameter(kParamTopLogprobs), scale);
+    const Wishes wishes = first_wishes(a.layout, grammar, parameter);
     keep_arguments(a);
     begin_task(a, source, scratch, wishes, at, header, state_word, index, slot, grammar, in_shared,
                1, 0);

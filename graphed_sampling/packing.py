@@ -65,6 +65,18 @@ def active_features(params: SamplingParams, vocab_size: int) -> frozenset[str]:
     return features
 
 
+def _is_lowered(params: SamplingParams, active: frozenset[str], flags: int) -> bool:
+    raises = (
+        params.repetition_penalty < 1.0
+        or params.frequency_penalty < 0.0
+        or params.presence_penalty < 0.0
+    )
+    best = params.is_greedy or ("top_k" in active and active & FILTERS <= {"top_k", "top_p"})
+    # The best processed logprobs, and a processed rank, take a look at all tokens.
+    looks = params.logprobs_mode == "processed" and (bool(params.logprobs) or params.rank)
+    return best and not (raises or looks or flags & (ParamFlags.ALLOWED | ParamFlags.LISTS))
+
+
 def pack_params(
     layout: TableLayout,
     slot: int,
@@ -105,6 +117,8 @@ def pack_params(
         flags |= int(ParamFlags.RAW)
     if params.logit_bias or params.bad_words_ids or params.min_tokens:
         flags |= int(ParamFlags.LISTS)
+    if active & PENALTIES and _is_lowered(params, active, flags):
+        flags |= int(ParamFlags.LOWERED)
     for name in active & _FP32_FIELDS.keys():
         real[_FP32_FIELDS[name]] = getattr(params, name)
     if "top_k" in active:

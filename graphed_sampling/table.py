@@ -22,6 +22,7 @@ from graphed_sampling import philox
 from graphed_sampling.eager import never_compiled
 from graphed_sampling.layout import (
     HEADER_WORDS,
+    MAX_BAD_WORD_IDS,
     MAX_VOCAB_SIZE,
     State,
     TableLayout,
@@ -105,8 +106,9 @@ class RequestTable:
         eos_token_ids: they end every request that does not set ignore_eos.
         max_logprobs: the most `logprobs` a request may ask for. max_logit_bias, max_stop_ids,
         max_bad_words, max_bad_word_length, max_logprob_ids: entries a request may bring of each
-        (ids a bad word, for the length). penalties: whether prompt and output tokens are counted,
-        which costs 4 * vocab_size + vocab_size / 4 bytes a slot (`bytes_per_slot`).
+        (ids a bad word, for the length; at most 2**20 ids of all bad words). penalties: whether
+        prompt and output tokens are counted, which costs 4 * vocab_size + vocab_size / 4 bytes a
+        slot (`bytes_per_slot`).
         seed: of the stream from which requests without a seed get theirs; None takes OS entropy.
         ValueError names the argument that is not accepted.
         """
@@ -134,6 +136,12 @@ class RequestTable:
             checked[name] = as_int(name, value, accepted)
             if not low <= checked[name] <= high:
                 raise ValueError(f"{name} = {value!r} is not accepted: it must be {accepted}")
+        words = checked["max_bad_words"] * checked["max_bad_word_length"]
+        if words > MAX_BAD_WORD_IDS:
+            raise ValueError(
+                f"max_bad_words * max_bad_word_length = {words} is not accepted: it must be at "
+                f"most {MAX_BAD_WORD_IDS}"
+            )
         if not isinstance(eos_token_ids, Iterable):
             raise ValueError(f"eos_token_ids = {eos_token_ids!r} must be a sequence of ids")
         eos_ids = _as_ids("eos_token_ids", [*eos_token_ids], checked["vocab_size"])

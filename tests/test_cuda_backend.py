@@ -21,6 +21,8 @@ import pytest
 import torch
 from helpers import (
     EMULATED,
+    INF,
+    NAN,
     BackendDevice,
     CheckedTable,
     backend_devices,
@@ -873,6 +875,52 @@ def test_where_logits_lie_changes_no_bit_of_masked_or_penalised_rows(
         sampler(logits, torch.arange(rows, dtype=torch.int32), grammar_bitmask=mask)
         records.append(sampler._step.output.record.clone())
     assert torch.equal(*records)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seen", [0, 12, 60, 150, 800])
+def test_penalties_that_lower_the_best_tokens(
+    pair: BackendDevice, seen: int, dtype: torch.dtype
+) -> None:
+    """So many of a row's largest logits are of tokens that were seen: the groups that are read
+    first hold enough others, or more groups do, or the row is read once more."""
+    vocab = 20_000
+    penalties = {"repetition_penalty": 1.6, "frequency_penalty": 0.3, "presence_penalty": 2.0}
+    processed = {"logprobs": 0, "logprobs_mode": "processed"}
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0, **processed},
+        {"top_k": 50, "top_p": 0.95, "temperature": 0.8, "logprobs": 3, "rank": True},
+        {"top_k": 5, "logprob_token_ids": [3, 4], **processed},
+        {"top_k": 60, "temperature": 1.5},
+        {"top_k": 7, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logprobs": 1},
+        {"top_k": 9, "repetition_penalty": 1.0, "presence_penalty": 0.1, **processed},
+        {"top_k": 50, "logprobs": 0, "repetition_penalty": 0.7},  # raises some
+        {"top_k": 50, "logprobs": 0, "frequency_penalty": -0.5},
+        {"top_k": 9, "min_p": 0.1, "logprobs": 0},
+        {"top_k": 9, "logprobs": 3, "logprobs_mode": "processed"},
+        {"top_k": 20, "logprobs": 0},  # NaN among its logits
+        {"top_k": 20, "logprobs": 0},  # +inf
+        {"temperature": 0.0, "logprobs": 0},  # equals
+    ]
+    generator = torch.Generator().manual_seed(seen)
+    logits = lm_like_logits(len(asked), vocab, generator) + 8.0
+    logits[-1] = 1.0
+    best = logits.argsort(dim=1, descending=True)[:, :seen]
+    logits[-3, 777] = NAN
+    logits[-2, 777] = INF
+    checked = CheckedTable(pair, vocab, len(asked), max_logprobs=3)
+    for row, params in enumerate(asked):
+        ids = [*best[row].tolist(), 5, 19_999]
+        checked.admit(
+            SamplingParams(**{"seed": row, **penalties, **params}),
+            ids[::2],
+            ids[1::2] + ids[1:20:4],
+        )
+    for _ in range(3):
+        checked.step(logits.to(pair.device, dtype), range(len(asked)))
+    checked.check_state()
+    checked.tally.check(ambiguous=0.2)
 
 
 # Barriers.

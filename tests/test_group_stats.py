@@ -49,6 +49,7 @@ from graphed_sampling import (
 )
 from graphed_sampling.distributed.exchange import ExchangeStep
 from graphed_sampling.distributed.symmetric import SymmetricStep
+from graphed_sampling.testing import lm_like_logits
 
 TAKERS = [p for p in backend_devices() if p.values[0].backend == "cuda"]
 TAKES_NONE = [
@@ -335,6 +336,31 @@ def test_tokens_are_those_without(pair: BackendDevice, graphed: bool) -> None:
             assert_logprobs(getattr(given, name), getattr(plain, name), name)
         first_read = len(asked) - len(READS)
         assert torch.equal(given.record[first_read:], plain.record[first_read:])
+
+
+def test_penalties_that_raise_no_logit_spare_the_first_pass(pair: BackendDevice) -> None:
+    """Nobody looks at groups that hold none of the best tokens: there may be anything."""
+    vocab = 20_000
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 0},
+        {"top_k": 50, "top_p": 0.95, "temperature": 0.8, "logprobs": 3},
+        {"top_k": 5, "logprobs": 0, "logprobs_mode": "processed"},
+    ]
+    generator = torch.Generator().manual_seed(1)
+    logits = lm_like_logits(len(asked), vocab, generator).bfloat16()
+    logits[:, [1, 2, 9]] = 3.0  # the prompt's are among the best
+    stats = group_stats(logits, vocab)
+    windows = torch.cat([logits, logits[:, : -vocab % 128]], dim=1).view(len(asked), -1, 128)
+    spoilt = windows.clone()
+    spoilt[windows.amax(dim=2) < windows.amax(dim=2).topk(100).values[:, -1:]] = float("nan")
+    asked = [penalties | params for params in asked]
+    expected = step_record(pair, logits, asked, None, vocab=vocab)
+    given = step_record(pair, spoilt.flatten(1)[:, :vocab], asked, stats, vocab=vocab)
+    for name in NUMBERS:
+        assert torch.equal(getattr(given, name), getattr(expected, name)), name
+    for name in LOGPROBS:
+        assert_logprobs(getattr(given, name), getattr(expected, name), name)
 
 
 def test_rows_that_are_read_do_not_look_at_them(pair: BackendDevice) -> None:

@@ -29,6 +29,7 @@ from graphed_sampling.sampler import StepInputs
 from graphed_sampling.staging import DESCRIPTOR_WORDS
 
 V = 100
+PROCESSED = {"logprobs_mode": "processed"}
 
 
 def device_params() -> list[object]:
@@ -142,6 +143,10 @@ def test_generations_tell_the_tenants_of_a_slot_apart(device: str) -> None:
         ("max_logit_bias = -1", {"max_logit_bias": -1}),
         ("max_stop_ids = -1", {"max_stop_ids": -1}),
         ("max_bad_words = -1", {"max_bad_words": -1}),
+        (
+            r"max_bad_words \* max_bad_word_length = 1050624 is not accepted",
+            {"max_bad_words": 2048, "max_bad_word_length": 513},
+        ),
         ("max_bad_word_length = 0", {"max_bad_word_length": 0}),
         ("max_logprob_ids = -1", {"max_logprob_ids": -1}),
         ("eos_token_ids holds the id 100", {"eos_token_ids": (100,)}),
@@ -412,6 +417,39 @@ def test_the_header_says_what_sums_a_row_needs(
     flags = ParamFlags(int(table.params[slot, Param.FLAGS]))
     mask = ParamFlags.TOTAL | ParamFlags.MEAN | ParamFlags.RAW | ParamFlags.LISTS
     assert flags & mask == expected
+
+
+@pytest.mark.parametrize(
+    "params, lowered",
+    [
+        ({"top_k": 2, "repetition_penalty": 1.1}, True),
+        ({"top_k": 2, "top_p": 0.9, "presence_penalty": 0.1, "logprobs": 3, "rank": True}, True),
+        ({"temperature": 0.0, "frequency_penalty": 0.1, "top_p": 0.9}, True),
+        ({"top_k": 2, "frequency_penalty": 0.1, "logprobs": 0, **PROCESSED}, True),
+        ({"top_k": 2, "frequency_penalty": 0.1, "logprobs": 1, **PROCESSED}, False),
+        ({"top_k": 2, "frequency_penalty": 0.1, "rank": True, **PROCESSED}, False),
+        ({"top_k": 2}, False),
+        ({"top_p": 0.9, "repetition_penalty": 1.1}, False),
+        ({"top_k": V, "repetition_penalty": 1.1}, False),
+        ({"top_k": 2, "min_p": 0.1, "repetition_penalty": 1.1}, False),
+        ({"top_k": 2, "typical_p": 0.9, "repetition_penalty": 1.1}, False),
+        ({"top_k": 2, "repetition_penalty": 0.9}, False),
+        ({"top_k": 2, "repetition_penalty": 1.1, "frequency_penalty": -0.1}, False),
+        ({"top_k": 2, "repetition_penalty": 1.1, "presence_penalty": -0.1}, False),
+        ({"top_k": 2, "repetition_penalty": 1.1, "allowed_token_ids": [1]}, False),
+        ({"top_k": 2, "repetition_penalty": 1.1, "logit_bias": {1: -1.0}}, False),
+        ({"top_k": 2, "repetition_penalty": 1.1, "bad_words_ids": [[1]]}, False),
+    ],
+    ids=str,
+)
+def test_the_header_says_whether_no_logit_rises_and_the_best_are_wanted(
+    device: str, params: dict[str, Any], lowered: bool
+) -> None:
+    table = make_table(device)
+    slot = table.admit(SamplingParams(**params))
+    table.upload()
+    flags = ParamFlags(int(table.params[slot, Param.FLAGS]))
+    assert bool(flags & ParamFlags.LOWERED) == lowered
 
 
 def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None:

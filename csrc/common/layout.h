@@ -11,7 +11,7 @@ namespace graphed_sampling {
 // Bits of kParamFlags.
 constexpr int kAdmitted = 1, kGreedy = 2, kFiltered = 4, kLogprobs = 8, kProcessed = 16, kRank = 32,
               kAllowed = 64, kPenalties = 128, kTotal = 256, kMean = 512, kRaw = 1024,
-              kLists = 2048;
+              kLists = 2048, kLowered = 4096;
 
 // Words of a parameter record's header.
 constexpr int kParamFlags = 0, kParamTemperature = 1, kParamTopK = 2, kParamTopP = 3,

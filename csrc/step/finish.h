@@ -190,13 +190,14 @@ __device__ __noinline__ void finish_other(bool flat) {
   Task& task = shared.task;
   Block block = {0};
   const bool lists = task.row.has(kLists);
+  const bool streams = (lists || task.row.checks != 0) && !task.wishes.split;
   __syncthreads();
   if (block.thread() == 0) {
     task.word = draw_word();
     task.row.num_bias = task.row.num_bans = 0;
     task.raw_known = false;
   }
-  if (lists && !task.wishes.split) {
+  if (streams) {
     // Raw statistics are kept apart, for which the row is streamed once more.
     __syncthreads();
     if (block.thread() == 0) task.wishes = wishes_of(task.row.flags, true, task.row.scale);
@@ -250,11 +251,26 @@ __device__ __noinline__ void finish_other(bool flat) {
   Ending(shared).report<Logits>(shared, block, selection, row_flags);
 }
 
+// Of a row whose logits bound its y: more groups where the first ones are not enough.
+template <class Logits>
+__device__ __noinline__ Outcome finish_lowered() {
+  const Task& task = the_shared().task;
+  const int most = most_reached(task.groups);
+  int reached = first_reached(task.row.has(kGreedy) ? 1 : task.header[kParamTopK]);
+  for (;;) {
+    const Outcome outcome = finish_usual<Logits, true>(reached);
+    if (outcome != Outcome::kFew || reached == most) return outcome;
+    reached = min(4 * reached, most);
+  }
+}
+
 // From a row's statistics to its token and its next state. Functions of their own: what the rarer
 // ones keep in registers costs the others none.
 template <class Logits>
 __device__ inline void finish_row() {
-  const Outcome outcome = finish_usual<Logits>();
+  const Task& task = the_shared().task;
+  const bool lowered = task.row.checks != 0 && !task.wishes.split;
+  const Outcome outcome = lowered ? finish_lowered<Logits>() : finish_usual<Logits, false>();
   if (outcome == Outcome::kFinished) return;
   if (outcome == Outcome::kFlat && finish_flat<Logits>()) return;
   finish_other<Logits>(outcome == Outcome::kFlat);
@@ -271,14 +287,23 @@ __device__ inline int32_t ask_for_grammar(const StepArguments& a) {
 // asked for.
 __device__ inline bool has_grammar(int32_t asked) { return __shfl_sync(kAllLanes, asked, 0) != 0; }
 
-// What the first pass over a row leaves.
-__device__ inline Wishes first_wishes(bool grammar, int flags, int top_logprobs, float scale) {
+// What the first pass over a row leaves. parameter(word): of the header, for a whole warp.
+template <class Parameter>
+__device__ inline Wishes first_wishes(const TableLayout& layout, bool grammar,
+                                      Parameter parameter) {
+  const int flags = parameter(kParamFlags);
   // Lists change few groups, whose statistics are worked out anew when the raw ones have done their
   // work; but not where those are needed again later.
-  const bool raw_again = top_logprobs > 0 || (flags & kRank) != 0;
-  const bool split =
+  const bool raw_again = parameter(kParamTopLogprobs) > 0 || (flags & kRank) != 0;
+  bool split =
       (flags & (kAllowed | kPenalties)) != 0 || grammar || ((flags & kLists) != 0 && raw_again);
-  return wishes_of(flags, split, scale);
+  if ((flags & kLowered) != 0 && !grammar) {
+    // The raw statistics are enough, see `finish_usual`.
+    const int groups = groups_of(layout.vocab_size);
+    const int best = (flags & kGreedy) != 0 ? 1 : parameter(kParamTopK);
+    split = groups > kSharedGroups || first_reached(best) > most_reached(groups);
+  }
+  return wishes_of(flags, split, __int_as_float(parameter(kParamScale)));
 }
 
 // What processing a row takes, but for what changes while it is finished.

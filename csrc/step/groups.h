@@ -52,6 +52,11 @@ struct Owned {
   }
 };
 
+// Of a row whose logits bound its y: how many groups are read first for so many best tokens, since
+// some y are lower; and how many groups at most, no more than there are threads with some.
+GS_HOST_DEVICE constexpr int first_reached(int tokens) { return tokens + tokens / 8 + 4; }
+__device__ inline int most_reached(int groups) { return groups / (4 * Owned(groups, 0).vectors); }
+
 struct Vector {
   float values[4];
 

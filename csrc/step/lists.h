@@ -7,8 +7,10 @@ namespace graphed_sampling {
 
 // Lists the tokens of listed groups with y >= bound, ids ascending; how many there are, of which as
 // many as fit are listed. row: whose y count, which may leave out what processing does.
-// meanwhile(): what all threads do while the first tokens are on their way.
-template <class Logits, class Meanwhile>
+// meanwhile(): what all threads do while the first tokens are on their way. kLowered: whether no y
+// exceeds its logit, of which penalties alone make it: so only logits that reach the bound are
+// looked at.
+template <class Logits, bool kLowered, class Meanwhile>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
                                       float bound, Meanwhile meanwhile) {
   constexpr int kEach = 2;  // pieces a thread reads at a time: of one group
@@ -23,18 +25,31 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     int ids[kEach] = {};
     float y[kEach][kPiece] = {};
     Pack<Logits> packs[kEach] = {};
+    [[maybe_unused]] uint32_t seen = 0;  // of its tokens, a bit each
     if (first < pieces) {
       const ListedGroup group = shared.group_list[first / kPieces];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         ids[i] = group.first_token(first % kPieces + i);
         packs[i] = load_pack<Logits>(row, ids[i]);
+        if constexpr (kLowered) seen |= piece_bits(row, ids[i]).seen << (i * kPiece);
       }
     }
     if (begin == 0) meanwhile();
+    // Of the lowest bit.
+    const auto token_of = [&](uint32_t bits) {
+      const int bit = __ffs(static_cast<int>(bits)) - 1;
+      return (bit < kPiece ? ids[0] : ids[1]) + bit % kPiece;
+    };
     if (first < pieces) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) y_of_pack<Logits>(row, packs[i], ids[i], y[i]);
+      for (int i = 0; i < kEach; ++i) {
+        if constexpr (kLowered) {
+          logits_of_pack(packs[i], y[i]);
+        } else {
+          y_of_pack<Logits>(row, packs[i], ids[i], y[i]);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
 #pragma unroll
@@ -42,10 +57,18 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
           reaching |= (y[i][j] >= bound ? 1u : 0u) << (i * kPiece + j);
         }
       }
+      if constexpr (kLowered) {
+#pragma unroll 1
+        for (uint32_t left = reaching & seen; left != 0; left &= left - 1) {
+          const int token = token_of(left);
+          const float x = load_logit<Logits>(row, token);
+          if (!(processed(row, x, token, false) >= bound)) reaching ^= left & (0 - left);
+        }
+      }
     }
     int listed;
     int place = count + block.sum_before(__popc(reaching), &listed);
-    if (Logits::kSharded || !plain) {
+    if (!kLowered && (Logits::kSharded || !plain)) {
       // To load them once more, as below, could be to fetch them from another device, or to wait
       // for what processing them takes.
 #pragma unroll
@@ -60,10 +83,13 @@ __device__ inline int list_candidates(Shared& shared, Block& block, const Row& r
     } else {
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
         // Loaded once more: registers cannot be numbered.
-        const int bit = __ffs(static_cast<int>(reaching)) - 1;
-        const int token = (bit < kPiece ? ids[0] : ids[1]) + bit % kPiece;
+        const int token = token_of(reaching);
         if (place < kListed) {
-          shared.list_y[place] = load_logit<Logits>(row, token);
+          float y = load_logit<Logits>(row, token);
+          if (kLowered && (reaching & (0 - reaching) & seen) != 0) {
+            y = processed(row, y, token, false);
+          }
+          shared.list_y[place] = y;
           shared.list_ids[place] = token;
         }
       }
@@ -150,7 +176,7 @@ __device__ inline int list_many_candidates(Shared& shared, Block& block, const R
 template <class Logits>
 __device__ inline int list_candidates(Shared& shared, Block& block, const Row& row, int num_groups,
                                       float bound) {
-  return list_candidates<Logits>(shared, block, row, num_groups, bound, [] {});
+  return list_candidates<Logits, false>(shared, block, row, num_groups, bound, [] {});
 }
 
 // The orders of a list's tokens, descending, which take the place of the groups' maxima.

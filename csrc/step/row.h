@@ -433,14 +433,20 @@ __device__ inline __noinline__ Piece process_piece(const Row& row, int first, Pi
   return piece;
 }
 
+// A piece's sanitised logits.
+template <class Logits>
+__device__ inline void logits_of_pack(const Pack<Logits>& pack, float (&x)[kPiece]) {
+  Logits::unpack(pack.words, x);
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) x[i] = sanitised(x[i]);
+}
+
 // y of a piece's tokens, from `first` on; -inf past the row's end.
 template <class Logits>
 __device__ inline void y_of_pack(const Row& row, const Pack<Logits>& pack, int first,
                                  float (&y)[kPiece]) {
   Piece piece;
-  Logits::unpack(pack.words, piece.y);
-#pragma unroll
-  for (int i = 0; i < kPiece; ++i) piece.y[i] = sanitised(piece.y[i]);
+  logits_of_pack(pack, piece.y);
   if (!row.plain()) piece = process_piece(row, first, piece);
 #pragma unroll
   for (int i = 0; i < kPiece; ++i) y[i] = piece.y[i];

@@ -216,7 +216,8 @@ struct Ending {
 };
 
 // What has become of a row that might have been a usual one. kFlat: its nucleus is for a bracket.
-enum class Outcome { kFinished, kFlat, kOther };
+// kFew: too few of its tokens reach the bound.
+enum class Outcome { kFinished, kFlat, kFew, kOther };
 
 // Finishes a row of whole pieces in which y is the logit and of which many groups are listed, none
 // of whose filters is top_k. total: of all tokens, where that matters.
@@ -253,8 +254,12 @@ __device__ __noinline__ Outcome finish_many(int groups, float bound, float top_p
 }
 
 // Finishes a row, if it turns out to be a usual one; else it has changed nothing that counts.
-template <class Logits>
-__device__ __noinline__ Outcome finish_usual() {
+//
+// kLowered: of a row with penalties that raise no y, and of which a few best tokens count. Its
+// statistics are the raw ones: in groups that do not reach a bound no token does. So the best
+// groups are read, `reached` of them and equals, and do if enough of their y reach what these do.
+template <class Logits, bool kLowered>
+__device__ __noinline__ Outcome finish_usual(int reached = 0) {
   Shared& shared = the_shared();
   Task& task = shared.task;
   const Row& row = task.row;
@@ -264,14 +269,18 @@ __device__ __noinline__ Outcome finish_usual() {
   const int32_t* header = task.header;
   const int thread = block.thread(), lane = block.lane();
   const bool greedy = row.has(kGreedy);
-  const int top_k = header[kParamTopK], top_n = header[kParamTopLogprobs];
-  const float top_p = load_f32(header + kParamTopP), min_p = load_f32(header + kParamMinP);
-  const int most = top_k > 0 ? max(top_k, top_n) : 0;
-  const bool other_filters =
-      load_f32(header + kParamTypicalP) < 1.0f || load_f32(header + kParamEpsilonCutoff) > 0.0f ||
-      load_f32(header + kParamEtaCutoff) > 0.0f || load_f32(header + kParamTopNSigma) > 0.0f;
-  if (!task.in_shared || most > kShortList || (other_filters && !greedy)) {
-    return Outcome::kOther;
+  const bool only_best = kLowered && greedy;
+  const int top_k = only_best ? 1 : header[kParamTopK], top_n = header[kParamTopLogprobs];
+  const float top_p = only_best ? 1.0f : load_f32(header + kParamTopP);
+  const float min_p = kLowered ? 0.0f : load_f32(header + kParamMinP);
+  const int most = kLowered ? reached : top_k > 0 ? max(top_k, top_n) : 0;
+  if constexpr (!kLowered) {
+    const bool other_filters =
+        load_f32(header + kParamTypicalP) < 1.0f || load_f32(header + kParamEpsilonCutoff) > 0.0f ||
+        load_f32(header + kParamEtaCutoff) > 0.0f || load_f32(header + kParamTopNSigma) > 0.0f;
+    if (!task.in_shared || most > kShortList || (other_filters && !greedy)) {
+      return Outcome::kOther;
+    }
   }
 
   const Owned owned(task.groups, thread);
@@ -309,7 +318,7 @@ __device__ __noinline__ Outcome finish_usual() {
       at = largest_of_four > mine ? group : at;
       mine = fmaxf(mine, largest_of_four);
     });
-    if (greedy) {
+    if (greedy && !kLowered) {
       const Vector maximum(maxima + at);
 #pragma unroll
       for (int j = 3; j >= 0; --j) first_group = maximum[j] == mine ? at + j : first_group;
@@ -348,7 +357,7 @@ __device__ __noinline__ Outcome finish_usual() {
     repair_listed<Logits>(shared, block);
     find_largest();
   }
-  const float largest = range.high;
+  const float largest = range.high;  // of y, or a bound of it
   const Exponents exponents = {largest, row.scale};
   const bool usual = fabsf(largest) < kInf && !is_far(fminf(largest, raw_largest));
   if (!usual || exponents.wide()) return Outcome::kOther;
@@ -361,7 +370,7 @@ __device__ __noinline__ Outcome finish_usual() {
 
   Selection selection = {};
   int listed = 0;
-  if (greedy) {
+  if (greedy && !kLowered) {
     // All warps look for it, so that none waits for another when its tokens are on their way.
     const int window = first_group / kGroupsOfWindow;
     const int token = first_in_window<Logits>(row, window, largest, lane, [&] {
@@ -480,8 +489,8 @@ __device__ __noinline__ Outcome finish_usual() {
     }
     shared.bins[thread] = 0;
     const bool in_list = groups <= kListedGroups;
-    const bool many =
-        top_k == 0 && groups > kManyGroups && row.plain() && is_in_whole_pieces<Logits>(row);
+    const bool many = !kLowered && top_k == 0 && groups > kManyGroups && row.plain() &&
+                      is_in_whole_pieces<Logits>(row);
     if (in_list) {
       const uint32_t all = reaching;
       for (; reaching != 0; reaching &= reaching - 1, ++place) {
@@ -491,7 +500,7 @@ __device__ __noinline__ Outcome finish_usual() {
       __syncthreads();
       if (many) return finish_many<Logits>(groups, bound, top_p, total);
       // Beside the loading of tokens, of which the last threads have none as a rule.
-      listed = list_candidates<Logits>(shared, block, row, groups, bound, [&] {
+      listed = list_candidates<Logits, kLowered>(shared, block, row, groups, bound, [&] {
         if (thread == kThreads - 1) {
           task.word = draw_word();
           task.total = total;
@@ -504,6 +513,17 @@ __device__ __noinline__ Outcome finish_usual() {
     if (!in_list || listed > kListed) {
       return wishes.total ? Outcome::kFlat : Outcome::kOther;
     }
+    float top = largest;
+    if constexpr (kLowered) {
+      if (listed < top_k) return Outcome::kFew;
+      if (only_best && listed > kShortList) return Outcome::kOther;
+      float of_list = kNegInf;
+      for (int i = thread; i < listed; i += kThreads) of_list = fmaxf(of_list, shared.list_y[i]);
+      top = block.max(of_list);
+      if (!(fabsf(top) < kInf) || is_far(top)) return Outcome::kOther;
+      if (thread == 0) task.largest = top;
+      __syncthreads();
+    }
     if (listed > kShortList) {
       selection = filter_list(shared, block, listed, wishes.total, 0.0, 0.0);
       if (!selection.complete) return Outcome::kOther;
@@ -513,7 +533,7 @@ __device__ __noinline__ Outcome finish_usual() {
     }
     const bool ranked = top_k > 0 || top_p < 1.0f || top_n > 0;
     if (thread < listed) {
-      shared.list_masses[thread] = mass_of_y(shared.list_y[thread], static_cast<double>(largest),
+      shared.list_masses[thread] = mass_of_y(shared.list_y[thread], static_cast<double>(top),
                                              load_f64(header + kParamWideScale));
     }
     if (ranked) rank_short_list(shared, listed);
