@@ -220,7 +220,7 @@ class RequestTable:
     def request(self, slot: int) -> AdmittedRequest:
         """The request in `slot`; ValueError where there is none."""
         with self._lock:
-            return self._request(slot)
+            return self._request(slot)[1]
 
     def admit(
         self,
@@ -281,7 +281,7 @@ class RequestTable:
         _check_params(params)
         self._check_fits(params)
         with self._lock:
-            old = self._request(slot)
+            slot, old = self._request(slot)
             self._check_supported(params)
             seed = old.seed if params.seed is None else params.seed & _MASK64
             request = AdmittedRequest(params, seed, old.generation, old.num_output_tokens)
@@ -298,7 +298,7 @@ class RequestTable:
         """
         self._check_process()
         with self._lock:
-            request = self._request(slot)
+            slot, request = self._request(slot)
             self._dirty_params[slot] = pack_vacancy(self.layout, slot)
             self.num_reporting -= request.params.reports
             self._requests[slot] = None
@@ -430,7 +430,8 @@ class RequestTable:
             )
         return prompt, output, prompt_length
 
-    def _request(self, slot: int) -> AdmittedRequest:
+    def _request(self, slot: int) -> tuple[int, AdmittedRequest]:
+        """The slot as an int, whatever integer names it: a tensor is another key than its equal."""
         index = as_int("slot", slot, f"an integer in [0, {self.max_requests})")
         if not 0 <= index < self.max_requests:
             raise ValueError(
@@ -439,7 +440,7 @@ class RequestTable:
         request = self._requests[index]
         if request is None:
             raise ValueError(f"slot = {index} is not accepted: it holds no request")
-        return request
+        return index, request
 
     def _free_slot(self, slot: int | None) -> int:
         if slot is not None:

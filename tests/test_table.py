@@ -452,6 +452,29 @@ def test_the_header_says_whether_no_logit_rises_and_the_best_are_wanted(
     assert bool(flags & ParamFlags.LOWERED) == lowered
 
 
+@pytest.mark.parametrize(
+    "name_slot", [torch.tensor, np.int32, np.array], ids=["0-d", "numpy", "array"]
+)
+def test_any_integer_names_a_slot(name_slot: Any) -> None:
+    """What is told last counts, and free slots stay what they are."""
+    table = RequestTable(2, 10, device="cpu")
+    sampler = Sampler(table)
+    slots = torch.tensor([table.admit(SamplingParams()) for _ in range(2)], dtype=torch.int32)
+
+    def tokens() -> list[int]:
+        return sampler(torch.zeros(2, 10), slots).token_ids.tolist()  # type: ignore[no-any-return]
+
+    for slot in (0, 1):
+        table.release(name_slot(slot))
+    for _ in range(2):
+        assert type(table.admit(SamplingParams(allowed_token_ids=[5]))) is int
+    assert table.num_free_slots == 0 and tokens() == [5, 5]
+    table.update(0, SamplingParams(allowed_token_ids=[3]))
+    table.update(name_slot(0), SamplingParams(allowed_token_ids=[4]))
+    table.update(0, SamplingParams(allowed_token_ids=[6]))
+    assert tokens() == [6, 5]
+
+
 def test_update_changes_parameters_and_nothing_of_the_state(device: str) -> None:
     table = make_table(device)
     slot = table.admit(SamplingParams(seed=77), prompt_token_ids=[1, 2])
