@@ -24,8 +24,9 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 MAX_VOCAB_SIZE: Final = 2**22
-MAX_BAD_WORD_IDS: Final = 2**20
 """Probability masses are 40-bit integers; sums of so many stay inside 62 bits."""
+MAX_BAD_WORD_IDS: Final = 2**20
+"""Of all bad words of a request. With it no offset into a record leaves 32 bits."""
 
 
 class FinishReason(IntEnum):
@@ -67,8 +68,8 @@ class ParamFlags(IntFlag):
     MEAN = 512  # and their mean logit: typical_p or eta_cutoff sees all tokens
     RAW = 1024  # raw logprobs or ranks are wanted
     LISTS = 2048  # logit_bias, bad_words_ids or min_tokens may change single logits
-    # Penalties are all that changes logits, and raise none, and the best of them are what is asked
-    # for: greedy, or top_k and after it at most top_p.
+    # Penalties are all that changes logits, and raise none; of what they leave the best tokens are
+    # asked for: greedy, or top_k and after it at most top_p.
     LOWERED = 4096
 
 

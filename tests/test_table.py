@@ -384,6 +384,14 @@ def test_the_header_holds_what_fp32_stores(device: str) -> None:
     assert ParamFlags(int(headers[off][Param.FLAGS])) == ParamFlags.ADMITTED | ParamFlags.TOTAL
 
 
+def flags_of(device: str, params: dict[str, Any]) -> ParamFlags:
+    """Those of the header of a request that has been uploaded."""
+    table = make_table(device)
+    slot = table.admit(SamplingParams(**params))
+    table.upload()
+    return ParamFlags(int(table.params[slot, Param.FLAGS]))
+
+
 @pytest.mark.parametrize(
     "params, expected",
     [
@@ -411,10 +419,7 @@ def test_the_header_holds_what_fp32_stores(device: str) -> None:
 def test_the_header_says_what_sums_a_row_needs(
     device: str, params: dict[str, Any], expected: ParamFlags
 ) -> None:
-    table = make_table(device)
-    slot = table.admit(SamplingParams(**params))
-    table.upload()
-    flags = ParamFlags(int(table.params[slot, Param.FLAGS]))
+    flags = flags_of(device, params)
     mask = ParamFlags.TOTAL | ParamFlags.MEAN | ParamFlags.RAW | ParamFlags.LISTS
     assert flags & mask == expected
 
@@ -445,11 +450,7 @@ def test_the_header_says_what_sums_a_row_needs(
 def test_the_header_says_whether_no_logit_rises_and_the_best_are_wanted(
     device: str, params: dict[str, Any], lowered: bool
 ) -> None:
-    table = make_table(device)
-    slot = table.admit(SamplingParams(**params))
-    table.upload()
-    flags = ParamFlags(int(table.params[slot, Param.FLAGS]))
-    assert bool(flags & ParamFlags.LOWERED) == lowered
+    assert bool(flags_of(device, params) & ParamFlags.LOWERED) == lowered
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ __device__ __noinline__ void finish_other(bool flat) {
   Task& task = shared.task;
   Block block = {0};
   const bool lists = task.row.has(kLists);
-  const bool streams = (lists || task.row.checks != 0) && !task.wishes.split;
+  const bool streams = is_lowered(task) || (lists && !task.wishes.split);
   __syncthreads();
   if (block.thread() == 0) {
     task.word = draw_word();
@@ -256,7 +256,7 @@ template <class Logits>
 __device__ __noinline__ Outcome finish_lowered() {
   const Task& task = the_shared().task;
   const int most = most_reached(task.groups);
-  int reached = first_reached(task.row.has(kGreedy) ? 1 : task.header[kParamTopK]);
+  int reached = first_reached(task.row.flags, task.header[kParamTopK]);
   for (;;) {
     const Outcome outcome = finish_usual<Logits, true>(reached);
     if (outcome != Outcome::kFew || reached == most) return outcome;
@@ -268,8 +268,7 @@ __device__ __noinline__ Outcome finish_lowered() {
 // ones keep in registers costs the others none.
 template <class Logits>
 __device__ inline void finish_row() {
-  const Task& task = the_shared().task;
-  const bool lowered = task.row.checks != 0 && !task.wishes.split;
+  const bool lowered = is_lowered(the_shared().task);
   const Outcome outcome = lowered ? finish_lowered<Logits>() : finish_usual<Logits, false>();
   if (outcome == Outcome::kFinished) return;
   if (outcome == Outcome::kFlat && finish_flat<Logits>()) return;
@@ -300,8 +299,8 @@ __device__ inline Wishes first_wishes(const TableLayout& layout, bool grammar,
   if ((flags & kLowered) != 0 && !grammar) {
     // The raw statistics are enough, see `finish_usual`.
     const int groups = groups_of(layout.vocab_size);
-    const int best = (flags & kGreedy) != 0 ? 1 : parameter(kParamTopK);
-    split = groups > kSharedGroups || first_reached(best) > most_reached(groups);
+    split = groups > kSharedGroups ||
+            first_reached(flags, parameter(kParamTopK)) > most_reached(groups);
   }
   return wishes_of(flags, split, __int_as_float(parameter(kParamScale)));
 }

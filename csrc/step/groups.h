@@ -54,7 +54,10 @@ struct Owned {
 
 // Of a row whose logits bound its y: how many groups are read first for so many best tokens, since
 // some y are lower; and how many groups at most, no more than there are threads with some.
-GS_HOST_DEVICE constexpr int first_reached(int tokens) { return tokens + tokens / 8 + 4; }
+__device__ inline int first_reached(int flags, int top_k) {
+  const int tokens = (flags & kGreedy) != 0 ? 1 : top_k;
+  return tokens + tokens / 8 + 4;
+}
 __device__ inline int most_reached(int groups) { return groups / (4 * Owned(groups, 0).vectors); }
 
 struct Vector {

@@ -50,6 +50,11 @@ struct Task {
   int32_t state[kStateRecent];   // before the step, without the recent tokens
 };
 
+// Whether a row has no statistics of y, but those of the logits, which y does not exceed.
+__device__ inline bool is_lowered(const Task& task) {
+  return task.row.checks != 0 && !task.wishes.split;
+}
+
 // A token with its y.
 struct Drawn {
   int token;

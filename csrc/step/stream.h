@@ -22,7 +22,7 @@ constexpr int kStatistics = 5;
 // What the statistics of a row have to hold.
 struct Wishes {
   bool total, mean, raw;
-  bool split;  // whether y and logits may differ
+  bool split;  // whether y and logits may differ, and have statistics each
   bool own;    // whether the row's own weights are not the raw ones
   bool both;   // whether the same maxima have sums of both
 };
